@@ -52,12 +52,11 @@ def fusedce(
             ``fusedce.mixed_dtypes=error``.
     """
     from fxpass.graph.source import warn_once
+    from fxpass.rewrite.compiling import compile_graph
     from fxpass.rewrite.inner import compile_inner
     from fxpass.rewrite.outputs import plain_inputs
     from fxpass.rewrite.remembered import remembering
-    from fxpass.rewrite.settled import rows_pass, settled, tell
     from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
-    from fxpass.rewrite.transform import transform
 
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
@@ -65,21 +64,21 @@ def fusedce(
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
         return compile_inner(settings.inner, gm, example_inputs, mode, rest, region=name)
     stored = is_stored(gm)
-    outcome = transform(gm, with_kept_logits(settings) if stored else settings, example_inputs)
     examples, take_plain = plain_inputs(example_inputs)
-    casts, rows = settings.mixed_dtypes, rows_pass(settings)
-    with remembering(gm, rows):
-        compiled = compile_inner(
-            settings.inner, gm, examples, mode, rest, casts, region=name, rows=rows
-        )
-    outcome = settled(outcome, rows.made)
-    tell(outcome, gm, rows.made, settings)
+
+    def compile(rows: Any) -> Callable[..., Any]:
+        with remembering(gm, rows):
+            arguments = settings.inner, gm, examples, mode, rest, settings.mixed_dtypes
+            return compile_inner(*arguments, region=name, rows=rows)
+
+    kept = with_kept_logits(settings) if stored else settings
+    outcome, _, compiled = compile_graph(gm, kept, example_inputs, compile)
     for rejection in outcome.rejections:
         if rejection.loss_elsewhere:
             warn_once(log, "loss elsewhere", str(rejection))
-    if stored and (outcome.heads or outcome.later):
+    if stored and (outcome.heads or outcome.later):  # with kept logits, nothing wraps it
         compiled = with_operator(compiled)
-    return take_plain(outcome.restore(compiled))
+    return take_plain(compiled)
 
 
 def misnamed(*_args: Any, **_options: Any) -> Any:

@@ -22,7 +22,6 @@ import torch
 from torch._dynamo import config, eval_frame
 from torch.fx import GraphModule
 
-from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.deferred.watch import Computed, watched
 from fxpass.graph.source import source_of
@@ -30,12 +29,14 @@ from fxpass.graph.text import graph_text
 from fxpass.kernels.call import ASSUMED, Launch
 from fxpass.plan.plan import size
 from fxpass.rewrite.compiled import is_compiled, reaches_compiled
+from fxpass.rewrite.compiling import compile_graph
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.inner import compile_inner
 from fxpass.rewrite.matches import RegionMatch
-from fxpass.rewrite.settled import rows_pass, settled, tell, text_after
+from fxpass.rewrite.rejections import Rejection
+from fxpass.rewrite.settled import text_after
 from fxpass.rewrite.stored import with_kept_logits
-from fxpass.rewrite.transform import transform
+from fxpass.rows.backend import RowsPass
 from fxpass.settings import Settings
 
 
@@ -163,13 +164,15 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     def fusedce(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
         breaks.extend(_break_after(gm))
-        outcome, rows = transform(gm, settings, example_inputs), rows_pass(settings)
         arguments = "aot_eager", gm, example_inputs, None, {}, settings.mixed_dtypes
-        compiled = compile_inner(*arguments, record, rows=rows)
-        outcomes.append(settled(outcome, rows.made))
-        tell(outcomes[-1], gm, rows.made, settings)
-        after.append(text_after(gm, rows.made))
-        return outcome.restore(compiled)
+
+        def compile(rows: RowsPass) -> Callable[..., Any]:
+            return compile_inner(*arguments, record, rows=rows)
+
+        outcome, made, compiled = compile_graph(gm, settings, example_inputs, compile)
+        outcomes.append(outcome)
+        after.append(text_after(gm, made))
+        return compiled
 
     def record(found: list[Cast]) -> None:
         note(found)

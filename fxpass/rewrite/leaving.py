@@ -1,85 +1,116 @@
-"""Outputs of the graph that are logits: which of them can be deferred.
+"""Outputs of Dynamo's graph that are logits: which of them can be computed again at its end.
 
-In: a region, and what was captured of its heads. Out: the deferred outputs, each with the nodes
-that compute it. An output can be deferred if only casts, views and pointwise functions are between
-the products and the output, and if these nodes have the same result when they are recomputed at the
-end of the graph::
+In: a region, and its products that may be heads. Out: for each output the nodes that compute it. It
+is a chain if only casts, views and pointwise functions, which the names of the functions tell, are
+between products and output; it can be deferred if the chain computes the same at the end of the
+graph::
 
     %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
 
-    deferred = {%float: (%logits, %float)}
+    leaving(region, {%logits}) == {%float: Chain((%logits, %float), (%logits,))}
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxpass.capture.capture import Captured
-from fxpass.capture.values import Step
 from fxpass.graph import hazards
 from fxpass.graph.calls import is_cut, storage, written
-from fxpass.graph.functions import CASTS, function_of, is_in_place
+from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
 from fxpass.graph.modes import Mode, cuts_gradients
-from fxpass.graph.nodes import is_tensor, needs_gradient, value
-from fxpass.graph.placements import is_dtensor, is_gathered
-from fxpass.graph.region import Region
+from fxpass.graph.nodes import hint, is_tensor, needs_gradient, value
+from fxpass.graph.placements import is_dtensor, is_gathered, placement_name
+from fxpass.rewrite.heads import columns, elements
 
-Deferred = Mapping[Node, tuple[Node, ...]]
 # What a node does to logits.
 PRODUCT, CAST, VIEW, POINTWISE, OTHER = "product", "cast", "view", "pointwise", "other"
+VIEWS = {
+    *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "contiguous", "clone"),
+    *("transpose", "permute", "movedim", "t", "numpy_T", "mT", "unsqueeze", "squeeze", "expand"),
+    *("expand_as", "getitem", "select", "slice", "narrow", "index", "index_select", "detach"),
+    *("alias", "lift_fresh_copy"),
+}
+_SAME = {"view", "reshape", "contiguous", "flatten"}  # of what has the wanted layout, nothing
 
 
-def deferred_outputs(
-    region: Region, captured: Captured, modes: Mapping[Node, Mode], *, drop: bool
-) -> Deferred:
-    """The outputs that can be deferred, each with the nodes from the products to it.
+class Chain(NamedTuple):
+    """The nodes from products to an output.
 
-    Args:
-        region: the region.
-        captured: its heads.
-        modes: those of the region's nodes.
-        drop: whether the values of the outputs cannot be read, so that nothing is recomputed.
+    Attributes:
+        nodes: all of them, in the graph's order.
+        products: those that multiply.
     """
-    if region.outer is not None:
-        return {}  # nodes of the outer graph read the outputs of a checkpoint
-    output = region.module.graph.output_node()
-    found: dict[Node, tuple[Node, ...]] = {}
-    for node in captured.slice.left:
-        nodes = _between(node, captured, drop)
-        others = {n for n in output.all_input_nodes if n not in captured.slice.left}
-        if nodes and (drop or _computable_at(output, node, nodes, captured, modes, others)):
-            casts = [n for n in _weight_casts(nodes) if drop or _movable(n, output)]
-            found[node] = tuple(sorted((*casts, *nodes)))
+
+    nodes: tuple[Node, ...]
+    products: tuple[Node, ...]
+
+
+def made_of(products: Collection[Node]) -> set[Node]:
+    """The products, and the nodes that values of them reach."""
+    found, todo = set(products), list(products)
+    while todo:
+        node = todo.pop()
+        users = [u for u in node.users if u not in found and reads_values(u, node)]
+        found.update(users)
+        todo += users
     return found
 
 
-def split(
-    output: Node, nodes: Collection[Node], captured: Captured
-) -> tuple[Node, tuple[Node, ...]]:
+def leaving(output: Node, products: Collection[Node], *, drop: bool = False) -> dict[Node, Chain]:
+    """The results of a graph that are chains, and have a dimension of classes.
+
+    Args:
+        output: the graph's.
+        products: those that may be heads.
+        drop: as of :func:`is_computable`.
+    """
+    inside, found = made_of(products), dict[Node, Chain]()
+    for node in output.all_input_nodes:
+        nodes = _between(node, products, inside, drop) if node in inside else ()
+        chain = Chain(nodes, tuple(n for n in nodes if n in products))
+        sizes = {columns(n) for n in chain.products}
+        if not sizes.isdisjoint(map(hint, value(node).shape) if nodes else ()):
+            found[node] = chain
+    return found
+
+
+def with_casts(chain: Chain, output: Node, *, drop: bool) -> tuple[Node, ...]:
+    """A chain with the casts of the graph's inputs that its products read: computed again, they
+    save memory."""
+    casts = _weight_casts(chain.nodes)
+    movable = (c for c in casts if drop or hazards.hazard((c,), output) is None)
+    return tuple(sorted((*movable, *chain.nodes)))
+
+
+def split(node: Node, nodes: Collection[Node], chain: Chain) -> tuple[Node, tuple[Node, ...]]:
     """The last node before the first view of rows, and the nodes from it to an output: the logits
     are deferred as a whole, so that their rows are known, and the views are taken of them.
 
     Args:
-        output: a deferred output.
+        node: a deferred output.
         nodes: the nodes that compute it.
-        captured: the heads.
+        chain: those from the products.
 
     Returns:
         the output itself and no nodes, where there is no such node.
     """
-    node, chain = output, list[Node]()
+    output, after = node, list[Node]()
     while True:
         before = {n for n in nodes if n is node or n in _ancestors(node, nodes)}
-        if not any(VIEW in does(captured, n) for n in before):
-            return node, tuple(reversed(chain))
+        if not any(does(n, chain.products) == VIEW for n in before):
+            return node, tuple(reversed(after))
         sources = {n for n in node.all_input_nodes if n in nodes}
-        if node in captured.heads or len(sources) != 1 or written(node):
+        if node in chain.products or len(sources) != 1 or written(node):
             return output, ()
-        chain.append(node)
+        after.append(node)
         node = sources.pop()
 
 
@@ -92,31 +123,40 @@ def _ancestors(node: Node, nodes: Collection[Node]) -> set[Node]:
     return found
 
 
-def does(captured: Captured, node: Node) -> set[str]:
-    """What the calls of a node do to logits."""
-    if node in captured.heads:
-        return {PRODUCT}
-    steps = (s for s in captured.slice.steps if s.node is node)
-    return {_kind(s) for s in steps if any(v.of_classes for v in s.values)}
-
-
-def _kind(step: Step) -> str:
-    packet, schema = step.op.overloadpacket, step.op._schema
-    if packet is torch.ops.aten._to_copy:
+def does(node: Node, products: Collection[Node]) -> str:
+    """What a node does to logits."""
+    if node in products:
+        return PRODUCT
+    function = out_of_place(function_of(node))
+    if function in CASTS:
         return CAST
-    views = (torch.ops.aten._unsafe_view, torch.ops.aten.clone, torch.ops.aten.index)
-    if packet in views or (schema.arguments and schema.arguments[0].alias_info is not None):
-        return VIEW
-    return POINTWISE if torch.Tag.pointwise in step.op.tags else OTHER
+    if function in VIEWS:
+        (source, *_) = node.all_input_nodes
+        same = function in _SAME and storage(node) == storage(source)
+        return CAST if same and _layout(node) == _layout(source) else VIEW
+    return POINTWISE if _is_pointwise(function) else OTHER
 
 
-def _between(output: Node, captured: Captured, drop: bool) -> tuple[Node, ...]:
-    """The nodes from the products to an output in the graph's order; empty if it is not deferred.
+def _layout(node: Node) -> list[int]:
+    return [hint(n) for n in (*value(node).shape, *value(node).stride())]
+
+
+@functools.cache
+def _is_pointwise(function: str) -> bool:
+    packet = getattr(torch.ops.aten, function, None)
+    ops = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    drawn = any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+    return not drawn and any(torch.Tag.pointwise in op.tags for op in ops)
+
+
+def _between(
+    output: Node, products: Collection[Node], inside: Collection[Node], drop: bool
+) -> tuple[Node, ...]:
+    """The nodes from the products to an output in the graph's order; empty if it is no chain.
 
     DTensors are not deferred: recomputing them may need all ranks. An output can be dropped, which
     recomputes nothing, if its DTensors are gathered to plain tensors.
     """
-    inside = captured.slice.ran
     found, todo = {output}, [output]
     while todo:
         node = todo.pop()
@@ -126,7 +166,8 @@ def _between(output: Node, captured: Captured, drop: bool) -> tuple[Node, ...]:
             return ()
         if free_unbacked_symbols(value(node)):
             return ()  # a deferred tensor has a shape before its values are known
-        if OTHER in does(captured, node) and not (drop and is_gathered(node)):
+        placed = drop and (is_gathered(node) or bool(placement_name(node.target)))
+        if does(node, products) == OTHER and not placed:
             return ()
         changed = written(node)
         if changed and not (is_in_place(function_of(node)) and all(n in inside for n in changed)):
@@ -134,55 +175,66 @@ def _between(output: Node, captured: Captured, drop: bool) -> tuple[Node, ...]:
         for operand in node.all_input_nodes:
             if isinstance(operand.meta.get("example_value"), tuple):
                 return ()  # a shape, or several tensors, which is no result of a graph
+            if is_tensor(operand) and not _is_plain(operand):
+                return ()
             if operand not in inside and is_cut(operand):
                 return ()  # AOTAutograd makes such a view of an input anew, with gradients
-            if operand in inside and operand not in found and node not in captured.heads:
+            if operand in inside and operand not in found and node not in products:
                 found.add(operand)
                 todo.append(operand)
     # of logits that exist, nothing is saved
-    return tuple(sorted(found)) if not found.isdisjoint(captured.heads) else ()
+    return tuple(sorted(found)) if not found.isdisjoint(products) else ()
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a tensor is neither of a transform of torch.func nor of a subclass, but DTensor."""
+    example = value(node)
+    subclass = is_traceable_wrapper_subclass(example) and not is_dtensor(example)
+    return not (subclass or is_functorch_wrapped_tensor(example))
 
 
 # ---------------------------------------------------------------- recomputed later, the same?
 
 
-def _computable_at(
+def is_computable(
     end: Node,
     output: Node,
-    nodes: Collection[Node],
-    captured: Captured,
+    chain: Chain,
     modes: Mapping[Node, Mode],
     others: Collection[Node],
 ) -> bool:
-    """Whether ``nodes``, recomputed at the graph's end without autocast, give the same values and
+    """Whether a chain, recomputed at the graph's end without autocast, gives the same values and
     gradients as ``output``, which shares no memory with ``others``."""
-    memory = storage(output)
+    memory, nodes = storage(output), chain.nodes
     if any(storage(n) == memory for n in others if is_tensor(n)):
         return False  # the outputs are aliases: a write to one changes the other
     return (
         memory is not None
         and hazards.hazard(nodes, end) is None
-        and all(_has_dtype_of_an_operand(node, captured) for node in nodes)
+        and all(_has_dtype_of_an_operand(node, chain) for node in nodes)
         and not (value(output).requires_grad and any(cuts_gradients(n, modes) for n in nodes))
     )
 
 
-def _has_dtype_of_an_operand(node: Node, captured: Captured) -> bool:
+def _has_dtype_of_an_operand(node: Node, chain: Chain) -> bool:
     """False where autocast up-casts a pointwise function, for which the graph has no node."""
-    if node in captured.heads or function_of(node) in CASTS:
+    if node in chain.products or function_of(node) in CASTS:
         return True
     return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
 
 
+def is_as_large(node: Node, products: Iterable[Node]) -> bool:
+    """Whether a tensor has at least half as many values as logits, or a size that data decides."""
+    if not is_tensor(node):
+        return False
+    if free_unbacked_symbols(value(node)):
+        return True
+    return 2 * elements(node) >= min(map(elements, products))
+
+
 def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
-    """Casts of inputs of the graph that products read: recomputed later, they save memory."""
     read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in nodes)
     casts = [n for n in read if is_tensor(n) and function_of(n) in CASTS]
     casts = [c for c in casts if [n.op for n in c.all_input_nodes] == ["placeholder"]]
     # one under no_grad cuts the gradient of its input
     return [c for c in casts if needs_gradient(c) == needs_gradient(c.all_input_nodes[0])]
-
-
-def _movable(cast: Node, end: Node) -> bool:
-    """Whether a cast of an input has the same result at the graph's end."""
-    return hazards.hazard((cast,), end) is None

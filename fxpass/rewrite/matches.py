@@ -1,7 +1,7 @@
 """What a report says of a row region that is fused.
 
-In: a :class:`fxpass.capture.capture.Captured` and its calls in a graph. Out: a
-:class:`RegionMatch`.
+In: what the pass on the joint graph says of a region's heads and calls, or logits that are
+deferred alone. Out: a :class:`RegionMatch`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpass.capture.capture import Captured
-from fxpass.capture.sharding import Sharding
-from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.nodes import hint
 from fxpass.plan.choice import Choice
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.words import words
 
-# What becomes of logits that leave the graph, or that others read.
+# What becomes of logits that leave the graph.
 LEFT = {
-    "keep": " (logits kept: another node reads them)",
     "defer": " (logits deferred: computed when they are first used)",
     "drop": " (logits dropped: their values cannot be used)",
 }
@@ -31,7 +27,7 @@ class RegionMatch:
     """A row region that is fused.
 
     Attributes:
-        source: the user's line of its first result.
+        source: the user's line of its loss, or of the first operation that reduces its classes.
         shapes: rows and classes of each head.
         itemsizes: bytes of a logit of each head.
         operations: the ATen calls on logits.
@@ -39,10 +35,8 @@ class RegionMatch:
         named: the losses among its nodes that have a name.
         words: what calls with a normal form compute.
         kernels: the names of the kernels that Inductor made for its row functions.
-        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
-            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
-            takes their place among the graph's outputs.
-        sharding: how a head is distributed over ranks; None on one rank.
+        logits_mode: ``never``: the logits are never materialised; ``defer`` or ``drop``: a deferred
+            or dropped tensor takes their place among the graph's outputs.
     """
 
     source: str
@@ -54,20 +48,18 @@ class RegionMatch:
     logits_mode: str = "never"
     named: int = 0
     words: str = ""
-    sharding: Sharding | None = None
 
     @property
     def losses(self) -> int:
-        """How many losses it is; those without a name count as one. None if the graph reduces
+        """How many losses it is; those without a name count as one. 0 if the graph reduces
         nothing of its logits."""
         return max(1, self.named) if self.choices else 0
 
     @property
     def logits_bytes(self) -> int:
         """Bytes of one copy of a rank's logits of all heads."""
-        shapes, of = zip(self.shapes, self.itemsizes, strict=True), self.sharding
-        sizes = ((hint(n), hint(v) if of is None else of.most, size) for (n, v), size in shapes)
-        return sum(n * v * size for n, v, size in sizes) // (1 if of is None else of.rows)
+        shapes = zip(self.shapes, self.itemsizes, strict=True)
+        return sum(hint(n) * hint(v) * itemsize for (n, v), itemsize in shapes)
 
     @property
     def calls(self) -> tuple[_Choice, ...]:
@@ -77,7 +69,6 @@ class RegionMatch:
 
     def __str__(self) -> str:
         logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
-        logits += f" ({self.sharding})" if str(self.sharding or "") else ""
         heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
         operations = ", ".join(self.operations)
         left = LEFT.get(self.logits_mode, "")
@@ -96,18 +87,6 @@ class _Choice:
     def spec(self) -> Reductions:
         """Of a call with a normal form."""
         return self.choice.spec
-
-
-def match_of(captured: Captured) -> RegionMatch:
-    shapes, sizes = [], []
-    for head in captured.slice.recorder.heads:
-        rows = head.x.shape[-1 if head.first else -2]
-        shapes.append((rows, head.classes))
-        sizes.append(head.x.fake.dtype.itemsize)
-    named = sum(function_of(node) in LOSSES for node in captured.slice.ran)
-    of_heads = captured.source, tuple(shapes), tuple(sizes), captured.operations
-    mode, sharding = "keep" if captured.kept else "never", captured.slice.sharding
-    return RegionMatch(*of_heads, named=named, logits_mode=mode, sharding=sharding)
 
 
 def words_of(choices: Sequence[Choice], named: int) -> str:

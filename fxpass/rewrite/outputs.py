@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from fxpass.capture.capture import Captured
-from fxpass.capture.values import nodes_behind
 from fxpass.deferred import tensor
 from fxpass.deferred.tensor import Recipe
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
 from fxpass.rewrite import numbers
+from fxpass.rewrite.heads import factors
 from fxpass.rewrite.leaving import CAST, PRODUCT, VIEW, does
 
 Compiled = Callable[..., Any]
@@ -62,17 +61,20 @@ class Deferral:
         return replace(self, chain=GraphModule({}, graph), beside=tuple(beside))
 
 
-def recipe_of(output: Node, nodes: Sequence[Node], captured: Captured, programs: Any) -> Deferral:
+def recipe_of(
+    output: Node, nodes: Sequence[Node], products: Collection[Node], alone: bool, programs: Any
+) -> Deferral:
     """The recipe that computes an output from the inputs of its products, and these inputs.
 
     Args:
         output: an output of a graph.
         nodes: the products and all nodes from them to ``output``, in the graph's order; the recipe
             has copies of them.
-        captured: the heads.
+        products: those that multiply.
+        alone: whether the graph reduces nothing of them.
         programs: makes programs of what the user's program reads of the output's rows.
     """
-    inside = set(nodes)
+    inside, products = set(nodes), [node for node in nodes if node in products]
     given = tuple(
         dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     )
@@ -84,7 +86,7 @@ def recipe_of(output: Node, nodes: Sequence[Node], captured: Captured, programs:
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         operands = dict(copies)
-        if node in captured.heads:
+        if node in products:
             dtype = value(node).dtype
             for operand in node.all_input_nodes:
                 if value(operand).dtype != dtype:  # the cast that autocast does
@@ -92,17 +94,18 @@ def recipe_of(output: Node, nodes: Sequence[Node], captured: Captured, programs:
         copies[node] = graph.node_copy(node, operands.__getitem__)
         copies[node].meta = {}
     graph.output(copies[output])
-    products = [node for node in nodes if node in captured.heads]
-    kinds = set().union(*(does(captured, node) for node in nodes))
-    heads = [head for head in captured.slice.recorder.heads if head.node in products]
-    hidden = set(nodes_behind(head.x for head in heads))
-    others = set(nodes_behind(t for h in heads for t in (h.weight, h.bias) if t is not None))
-    whole = kinds <= {VIEW, CAST, PRODUCT} and hidden <= {*given} - others
-    # of x @ x.T, all rows are read
-    rows = VIEW not in kinds and hidden.isdisjoint(others)
-    rows = rows and not any(head.first for head in heads)
+    kinds = {does(node, products) for node in nodes}
+    rows, whole = VIEW not in kinds, kinds <= {VIEW, CAST, PRODUCT}
+    hidden, others = set[Node](), set[Node]()
+    for product in products:
+        x, shared = factors(product)
+        hidden |= {n for n in given if n is x}
+        others |= {*shared}
+        rows = rows and x is not None and all(map(_is_shared, shared))
+    # of linear(x, x), all rows are read
+    hidden = hidden if hidden.isdisjoint(others) else set()
     beside = [n for n in given if is_tensor(n) and n not in hidden | others]
-    rows = rows and _have_rows(hidden, beside, value(output))
+    rows = rows and bool(hidden) and _have_rows(hidden, beside, value(output))
     recipe = Recipe(
         GraphModule({}, graph),
         tuple(i for i, n in enumerate(given) if n in hidden and rows),
@@ -110,7 +113,7 @@ def recipe_of(output: Node, nodes: Sequence[Node], captured: Captured, programs:
         value(output).requires_grad,
         # the hidden states, if the gradients of all other inputs read nothing else
         tuple(i for i, n in enumerate(given) if n in hidden and whole),
-        not captured.calls,
+        alone,
         programs,
     )
     return Deferral(recipe, given)
@@ -199,11 +202,6 @@ def as_compiled(compiled: Compiled) -> Compiled:
     return compiled
 
 
-def both(first: Restore, second: Restore) -> Restore:
-    """The restoring function of a graph whose outputs were changed twice."""
-    return lambda compiled: first(second(compiled))
-
-
 def _shape_of(node: Node, output: Node) -> Node:
     """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur
     in dropped logits only: the recipe reads the shape, and no gradient flows through it."""
@@ -213,6 +211,11 @@ def _shape_of(node: Node, output: Node) -> Node:
         detached = node.graph.call_method("detach", (node,))
     detached.meta["example_value"] = value(node).detach()
     return detached
+
+
+def _is_shared(factor: Node) -> bool:
+    """Whether a factor of a product, or its bias, is the same for all rows."""
+    return value(factor).dim() <= 2 or math.prod(value(factor).shape[:-2]) == 1
 
 
 def _have_rows(hidden: Collection[Node], beside: Collection[Node], output: Tensor) -> bool:

@@ -1,21 +1,21 @@
 """What became of one graph, when the inner backend has compiled it: told to logs and counters.
 
 In: an :class:`fxpass.rewrite.transform.Outcome`, and what the pass says of the joint graphs. Out:
-the outcome with the matches of the joint graphs, without the rejections of what they fuse::
+the outcome with matches and rejections::
 
-    not fused: ... (aten.renorm)    ->    fused: ...: region of 1 head, logits [48, 97]: renorm, sum
+    fused: ...: region of 1 head, logits [48, 97]: renorm, sum
+    not fused: ...: aten.cumsum at train.py:9 works along rows
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import cast_lines, note
 from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.source import source_line
@@ -23,21 +23,26 @@ from fxpass.graph.text import graph_text
 from fxpass.op.rows import warm
 from fxpass.plan.choice import Choice
 from fxpass.rewrite import dump
-from fxpass.rewrite.fuse import Later
 from fxpass.rewrite.matches import RegionMatch, words_of
+from fxpass.rewrite.rejections import Rejection, rejections_of
 from fxpass.rewrite.transform import Outcome
 from fxpass.rows.backend import Rewritten, RowsPass
-from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
-def rows_pass(settings: Settings) -> RowsPass:
-    """The pass on the joint graph."""
+def rows_pass(settings: Settings, needed: Collection[str] = ()) -> RowsPass:
+    """The pass on the joint graph.
+
+    Args:
+        settings: the user's.
+        needed: the names of products whose logits must not exist.
+    """
     return RowsPass(
         settings.min_logits_mb,
         settings.strategy,
+        needed,
         memory_mb=settings.memory_mb,
         compiled=settings.inner == "inductor",
         accumulate=settings.accumulate,
@@ -52,65 +57,46 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
         made: of the graphs that AOTAutograd made of it; none where a cache had the code and nothing
             is known of it, or where another backend compiles it.
     """
-    matches = list(outcome.heads)
-    rejections = list(outcome.rejections)
-    known: set[str] = set()  # heads that have a match
-    for later in outcome.later:
-        parts = [part for one in made for part in one.parts if part.heads & {*later.heads}]
-        if parts:
-            known |= {head for part in parts for head in part.heads}
-            matches.append(_with_calls(later.match, parts))
-        elif made and (said := _said(outcome, later, made)):
-            rejections.append(said)
-        elif not made:
-            log.info("%s: the joint graph is of a cache, or of another backend", later.match.source)
-    fused: set[Node] = set()
-    for one in made:
-        nodes = {outcome.nodes[name] for name in one.names if name in outcome.nodes}
-        matches += _others(one, known, sum(function_of(node) in LOSSES for node in nodes))
-        fused |= nodes
-    unknown = {name for later in outcome.later if not made for name in later.inside}
-    rejections = [r for r in rejections if r.of not in fused and r.of.name not in unknown]
+    matches, rejections = list(outcome.deferred.matches), list[Rejection]()
+    if outcome.later and not made:
+        log.info("the joint graph is of a cache, or of another backend")
+    try:
+        for one in made:
+            matches += _matches(outcome, one)
+        rejections += rejections_of(outcome.suspects, made)
+    except Exception:  # a report is not worth a program
+        log.warning("the report failed", exc_info=True)
     kernels = dict.fromkeys(k for one in made for part in one.parts for k in part.launches)
     return replace(
         outcome, heads=tuple(matches), rejections=tuple(rejections), kernels=tuple(kernels)
     )
 
 
-def _others(made: Rewritten, known: set[str], named: int) -> Iterator[RegionMatch]:
-    """The matches of heads that Dynamo's graph does not show, or whose nodes it cannot read."""
-    heads = [head for head in made.heads if head.name not in known]
-    for region in dict.fromkeys(head.region for head in heads):
-        some = [head for head in heads if head.region == region]
-        names = {head.name for head in some}
-        match = RegionMatch(
-            some[0].line,
-            tuple((head.rows, head.classes) for head in some),
-            tuple(head.itemsize for head in some),
-            some[0].ops,
-            named=named,
+def _matches(outcome: Outcome, made: Rewritten) -> Iterator[RegionMatch]:
+    """The matches of the regions of a joint graph that have calls."""
+    for region in dict.fromkeys(head.region for head in made.heads):
+        heads = [head for head in made.heads if head.region == region]
+        names = {head.name for head in heads}
+        parts = [part for part in made.parts if part.heads & names]
+        if not parts:
+            continue
+        nodes = [node for name, node in outcome.nodes.items() if name in heads[0].names]
+        losses = [node for node in nodes if function_of(node) in LOSSES]
+        choices = tuple(part.choice for part in parts)
+        formulas = [choice for choice in choices if isinstance(choice, Choice)]
+        # their functions of rows are compiled by now
+        kernels = (name for part in parts for name in warm(part.text, part.device))
+        yield RegionMatch(
+            source_line(losses[0]) if losses else heads[0].line,
+            tuple((head.rows, head.classes) for head in heads),
+            tuple(head.itemsize for head in heads),
+            heads[0].ops,
+            choices,
+            tuple(dict.fromkeys(kernels)),
+            "never" if names.isdisjoint(outcome.deferred.products) else outcome.deferred.mode,
+            len(losses),
+            words_of(formulas, len(losses)) if len(formulas) == len(choices) else "",
         )
-        yield _with_calls(match, [part for part in made.parts if part.heads & names])
-
-
-def _with_calls(match: RegionMatch, parts: Sequence[FusedPart]) -> RegionMatch:
-    """A match with the calls that it becomes, whose functions of rows are compiled by now."""
-    names = (name for part in parts for name in warm(part.text, part.device))
-    choices = tuple(part.choice for part in parts)
-    formulas = [choice for choice in choices if isinstance(choice, Choice)]
-    words = words_of(formulas, match.named) if len(formulas) == len(choices) else ""
-    return replace(match, choices=choices, kernels=tuple(dict.fromkeys(names)), words=words)
-
-
-def _said(outcome: Outcome, later: Later, made: Sequence[Rewritten]) -> Rejection | None:
-    """Why the joint graph has no call of a region."""
-    node = next((outcome.nodes[name] for name in later.heads if name in outcome.nodes), None)
-    declined = [why for one in made for why in one.declined]
-    if node is None or not declined:
-        return None
-    line = source_line(node)
-    own = [why for why in declined if why.head == line] or declined
-    return Rejection(node, f"{own[0].place} {own[0].reason}".strip(), line, node)
 
 
 def names_in(made: Sequence[Rewritten]) -> set[str]:

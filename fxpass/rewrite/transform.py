@@ -1,37 +1,38 @@
 """All rewrites of one Dynamo graph, in order.
 
-In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph
-without matches and without mixed dtypes does not change, except for torch.export's contexts
-(:mod:`fxpass.rewrite.inline`), and where torch would fail (:mod:`fxpass.rewrite.inference`,
-:func:`fxpass.graph.region.return_once`). What is left for the joint graph is rewritten while the
-inner backend compiles; :mod:`fxpass.rewrite.settled` puts both together.
+In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place: casts,
+blocks of inference mode (:mod:`fxpass.rewrite.inference`), nested regions with a head
+(:mod:`fxpass.rewrite.nested`), logits that leave (:mod:`fxpass.rewrite.defer`). Everything else is
+rewritten in the joint graph, while the inner backend compiles; :mod:`fxpass.rewrite.settled` puts
+both together.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxpass.capture.heads import in_nested
-from fxpass.capture.rejections import Rejection, rejections_of
 from fxpass.casts.casts import Cast, cast_region
+from fxpass.graph.calls import written
 from fxpass.graph.names import name_nodes
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.rewrite import dump
-from fxpass.rewrite.fuse import Fused, Later, fuse
+from fxpass.rewrite.copies import copied
+from fxpass.rewrite.defer import Deferred, defer_logits
+from fxpass.rewrite.heads import may_be_large
 from fxpass.rewrite.inference import without_inference_mode
-from fxpass.rewrite.inline import inline_contexts
 from fxpass.rewrite.matches import RegionMatch
-from fxpass.rewrite.nested import fuse_nested
-from fxpass.rewrite.outputs import Restore, as_compiled, both
+from fxpass.rewrite.nested import inline_heads
+from fxpass.rewrite.outputs import Restore
+from fxpass.rewrite.rejections import Rejection, Suspect, suspects_of
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,26 +43,36 @@ class Outcome:
     """What was done to one graph.
 
     Attributes:
-        heads, rejections, casts: in the order of the graph.
-        later: what is left for the joint graph.
+        casts: in the order of the graph.
+        deferred: logits that leave.
+        suspects: losses and heads, which the joint graph may fuse.
+        later: the names of the products that may be heads in the joint graph.
+        heads, rejections: what became of the graph, when the inner backend has compiled it.
         kernels: the launches of Triton kernels on a GPU, of the joint graphs.
-        restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
         nodes: of the rewritten graph, by the names that AOTAutograd's graphs have.
         before: the graph as text, where it is dumped or traced.
+        untouched: the graph before logits were deferred; None if none were.
     """
 
-    heads: tuple[RegionMatch, ...]
-    rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
-    later: tuple[Later, ...] = ()
+    deferred: Deferred = Deferred()
+    suspects: tuple[Suspect, ...] = ()
+    later: tuple[str, ...] = ()
+    heads: tuple[RegionMatch, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
     kernels: tuple[Any, ...] = ()
-    restore: Restore = as_compiled
     nodes: Mapping[str, Node] = field(default_factory=dict)
     before: str = ""
+    untouched: Graph | None = None
+
+    @property
+    def restore(self) -> Restore:
+        """Wraps the compiled graph, so that it returns the outputs that Dynamo expects."""
+        return self.deferred.restore
 
 
 def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -> Outcome:
-    """Inserts casts into ``gm`` and its nested graphs, and rewrites the matches of plain regions.
+    """Makes dtypes of ``gm`` and its nested graphs explicit, and defers logits that leave it.
 
     Args:
         gm: the graph, changed in place.
@@ -72,67 +83,66 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
     before = graph_text(gm) if settings.dump or dump.is_traced() else ""
-    heads: list[RegionMatch] = []
-    later: list[Later] = []
-    rejections: list[Rejection] = []
     casts: list[Cast] = []
-    restore: Restore = as_compiled
-    sized = _sized_as_traced(gm.graph, inputs)
     for region in regions(gm):
         return_once(region)
-        inline_contexts(region)
         without_inference_mode(region)
         casts += cast_region(region, settings.mixed_dtypes)
-        if region.backward:
-            continue
-        fused = Fused()
-        if sized and region.plain:
-            fused = _fused(region, settings)
-        rejections += _rejections(region, fused, settings)
-        heads += fused.matches
-        later += fused.later
-        restore = both(restore, fused.restore)
-    return Outcome(
-        tuple(heads),
-        tuple(rejections),
-        tuple(casts),
-        tuple(later),
-        restore=restore,
-        nodes=name_nodes(gm),
-        before=before,
-    )
+    outcome = Outcome(tuple(casts), before=before)
+    if not _sized_as_traced(gm.graph, inputs):
+        return replace(outcome, nodes=name_nodes(gm))
+    with _without_guards(gm):
+        plain = [region for region in regions(gm) if region.plain and not region.backward]
+        inlined = [inline_heads(region, settings.min_logits_mb) for region in plain]
+        if inlined[0] and any(map(written, gm.graph.nodes)):
+            # calls of one nested region have the memory of the first one
+            settings = replace(settings, logits="keep")
+        return _deferred(gm, outcome, settings)
 
 
-def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Rejection]:
-    nodes = {node.name: node for node in region.module.graph.nodes}
-    reasons = {nodes[name]: no for name, no in fused.reasons.items() if name in nodes}
-    least = settings.min_logits_mb
+def without_deferring(
+    gm: GraphModule, old: Outcome, settings: Settings, kept: Collection[str]
+) -> Outcome:
+    """The outcome of a graph that goes back to what it was before logits were deferred.
+
+    Args:
+        gm: the graph, changed in place.
+        old: its outcome.
+        settings: as before.
+        kept: the names of products whose logits are not deferred now.
+    """
+    assert old.untouched is not None
+    gm.graph = old.untouched
+    with _without_guards(gm):
+        return _deferred(gm, old, settings, kept)
+
+
+def _deferred(
+    gm: GraphModule, outcome: Outcome, settings: Settings, kept: Collection[str] = ()
+) -> Outcome:
+    """Defers logits that leave, and notes what the joint graph may fuse."""
+    untouched, deferred = copied(gm.graph), Deferred()
     try:
-        return list(rejections_of(region, reasons, {}, least, bool(fused.matches)))
-    except Exception:  # a report is not worth a program
-        log.warning("the search for rejections failed", exc_info=True)
-        return []
-
-
-def _fused(region: Region, settings: Settings) -> Fused:
-    """What is fused of a region: its own heads, then those of nested graphs."""
-    with _without_guards(region):
-        own = fuse(region, settings)
-        nested = in_nested(region, settings)
-        calls = [n for n in region.module.graph.nodes if n.name in own.checkpoints or n in nested]
-        inside = fuse_nested(region, settings, calls)
-    return Fused(
-        own.matches + inside.matches,
-        own.later + inside.later,
-        both(own.restore, inside.restore),
-        own.reasons | inside.reasons,
+        deferred = defer_logits(Region(gm), settings, kept)
+    except Exception:  # an unforeseen program runs without the rewrite
+        log.warning("the search for logits that leave failed", exc_info=True)
+        gm.graph, untouched = untouched, gm.graph
+        gm.recompile()
+    nodes = name_nodes(gm)
+    return replace(
+        outcome,
+        deferred=deferred,
+        suspects=suspects_of(gm, nodes, deferred.returned, settings.min_logits_mb),
+        later=tuple(n for n, node in nodes.items() if may_be_large(node, settings.min_logits_mb)),
+        nodes=nodes,
+        untouched=untouched if deferred.needed else None,
     )
 
 
 def _sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
     """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
     splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
-    Dynamo knows no source of them, and a guard on one raises. The rewrite writes numbers."""
+    Dynamo knows no source of them, and a guard on one raises. Recipes have numbers."""
     pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
     sizes = (
@@ -142,10 +152,10 @@ def _sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
 
 
 @contextmanager
-def _without_guards(region: Region) -> Iterator[None]:
+def _without_guards(gm: GraphModule) -> Iterator[None]:
     """A decision on a size, which the calls of the graph make again when they are traced, is no
     guard of Dynamo's."""
-    tensors = (n.meta.get("example_value") for n in region.module.graph.nodes)
+    tensors = (n.meta.get("example_value") for n in gm.graph.nodes)
     modes = (getattr(t, "fake_mode", None) for t in tensors)
     env = next((mode.shape_env for mode in modes if mode is not None), None)
     with env.suppress_guards() if env is not None else nullcontext():

@@ -6,7 +6,7 @@ In: a joint graph, or an inference graph. Out: the same graph with the calls, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from fxpass.rows.alike import mark
 from fxpass.rows.chosen import choose_rows
 from fxpass.rows.collectives import gathers
 from fxpass.rows.emit import emit
-from fxpass.rows.heads import may_have_heads, products
+from fxpass.rows.heads import PRODUCTS, may_have_heads, products
 from fxpass.rows.reasons import Declined, FoundHead, FusedPart, declined, fused_part
 from fxpass.rows.regions import Found, regions
 from fxpass.rows.rules import A
@@ -156,20 +156,34 @@ def _copied(module: GraphModule) -> Graph:
     return made
 
 
+class UnfusedError(Exception):
+    """Products whose logits must not exist are no heads. Raised while AOTAutograd compiles, so that
+    no cache has the code."""
+
+
 class RowsPass:
     """The pass, of training and of inference graphs.
 
     Args:
         least_mb, strategy, options: as of :func:`rewrite`.
+        needed: the names of the products of Dynamo's graph whose logits must not exist.
 
     Attributes:
         made: what became of each graph.
+        missed: the names of the needed products that were not fused.
     """
 
-    def __init__(self, least_mb: float = 0, strategy: str = "auto", **options: Any) -> None:
-        self.least_mb, self.strategy = least_mb, strategy
+    def __init__(
+        self,
+        least_mb: float = 0,
+        strategy: str = "auto",
+        needed: Collection[str] = (),
+        **options: Any,
+    ) -> None:
+        self.least_mb, self.strategy, self.needed = least_mb, strategy, frozenset(needed)
         self.options = {"compiled": False} | options
         self.made: list[Rewritten] = []
+        self.missed: set[str] = set()
 
     def __call__(self, graph: Graph) -> None:
         """As Inductor calls it (``joint_custom_pre_pass``)."""
@@ -178,14 +192,27 @@ class RowsPass:
             self.rewrite(module)
 
     def rewrite(self, module: GraphModule) -> None:
-        """Rewrites a graph, and notes what became of it."""
-        self.made.append(rewrite(module, self.least_mb, self.strategy, **self.options))
+        """Rewrites a graph, and notes what became of it.
+
+        Raises:
+            UnfusedError: it has logits that must not exist.
+        """
+        made = rewrite(module, self.least_mb, self.strategy, **self.options)
+        self.made.append(made)
+        self._check(module.graph, {head.name for head in made.heads})
+
+    def _check(self, graph: Graph, fused: Collection[str] = ()) -> None:
+        products = (n for n in graph.nodes if n.op == "call_function" and packet(n) in PRODUCTS)
+        self.missed |= {name_of(n) or "" for n in products} & self.needed - {*fused}
+        if self.missed:
+            raise UnfusedError(f"logits of {sorted(self.missed)} exist")
 
     def key(self) -> str:
         """Changes with the code and the settings: torch's caches are keyed by it."""
         top = Path(__file__).parents[1]
         files = [file for name in CODE for file in sorted((top / name).glob("*.py"))]
-        settings = f"{self.least_mb} {self.strategy} {sorted(self.options.items())}"
+        options = sorted(self.options.items())
+        settings = f"{self.least_mb} {self.strategy} {options} {sorted(self.needed)}"
         return str(get_hash_for_files(tuple(map(str, files)), extra=settings))
 
     def backend(self) -> Any:
@@ -220,11 +247,13 @@ class RowsPass:
         """The rewritten graph, of what Inductor makes of it before; the graph itself, if there is
         no call in it."""
         if not may_have_heads(module.graph, self.least_mb) or _raises(module.graph):
+            self._check(module.graph)
             return module
         try:
             found = decomposed(module)
         except Exception:  # of dtypes that no kernel multiplies
             log.debug("no decomposition", exc_info=True)
+            self._check(module.graph)
             return module
         self.rewrite(found)
         return found if self.made[-1].calls else module

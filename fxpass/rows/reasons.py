@@ -38,11 +38,13 @@ class Declined:
         head: the line of its product; empty if no head of the graph could be told apart.
         place: the operation that ended its region, and its line; empty if none did.
         reason: what the operation does, or what failed.
+        name: of the product in Dynamo's graph; empty where none is known.
     """
 
     head: str
     place: str
     reason: str
+    name: str = ""
 
     def __str__(self) -> str:
         why = f"{self.place} {self.reason}".strip()
@@ -55,11 +57,12 @@ class FoundHead:
 
     Attributes:
         name: of its product in Dynamo's graph, or the line.
-        line: of its product.
+        line: of the first operation that reduces its region's classes; of its product, if none does.
         rows, classes: of its logits.
         itemsize: of a logit, in bytes.
         region: the number of its region; heads of one region share their calls.
         ops: the short names of what forward computes of its region's classes, in the graph's order.
+        names: of Dynamo's nodes of which something is in its region.
     """
 
     name: str
@@ -69,6 +72,7 @@ class FoundHead:
     itemsize: int
     region: int
     ops: tuple[str, ...]
+    names: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.line}: logits [{self.rows}, {self.classes}]: {', '.join(self.ops)}"
@@ -86,7 +90,8 @@ def declined(head: Node | None, stop: Stop, later: Iterable[Node] = ()) -> Decli
     if node is not None:
         where = "in backward of" if node in later else "at"
         place = f"{_full_name(node)} {where} {source_place(node)}"
-    return Declined("" if head is None else source_line(head), place, str(stop))
+    line, name = ("", "") if head is None else (source_line(head), name_of(head) or "")
+    return Declined(line, place, str(stop), name)
 
 
 @dataclass(frozen=True)

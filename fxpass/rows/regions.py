@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from fxpass.graph.names import name_of
 from fxpass.graph.source import source_line
 from fxpass.rows import (  # noqa: F401  rules
     collectives,
@@ -321,15 +322,25 @@ def _kept(
         computes = packet(node) not in silent and any(map(rules.has_classes, node.all_input_nodes))
         if computes and node in found.inside and component[node] in ops:
             ops[component[node]].insert(0, node)
+    names: dict[Node, set[str]] = {c: set() for c in of}
+    for node in found.inside:
+        if component[node] in names and (name := name_of(node)):
+            names[component[node]].add(name)
+
+    def line(head: Node) -> str:
+        reducing = (n for n in ops[component[head]] if not rules.has_classes(n))
+        return source_line(next(reducing, head))
+
     return [
         FoundHead(
             name=head_name(head.node),
-            line=source_line(head.node),
+            line=line(head.node),
             rows=numel(shape(head.node)) // head.classes,
             classes=head.classes,
             itemsize=value(head.node).dtype.itemsize,
             region=of.index(component[head.node]),
             ops=short_names(ops[component[head.node]]),
+            names=frozenset(names[component[head.node]]),
         )
         for head in kept
     ]

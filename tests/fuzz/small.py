@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from fxpass.capture import rejections
 from fxpass.op import saved
 from fxpass.plan import plan, regions, worth
+from fxpass.rewrite import defer
 
 SIZES: dict[ModuleType, dict[str, Any]] = {
     plan: {
@@ -24,7 +24,7 @@ SIZES: dict[ModuleType, dict[str, Any]] = {
     },
     regions: {"LEAST": 2, "LEAST_ROWS": 2, "CPU_TILE": 256, "FEW_BYTES": 0},
     worth: {"LEAST_CLASSES": 8},
-    rejections: {"_WIDE": 1},
+    defer: {"_WIDE": 1},
     saved: {"_LARGE": 1, "_ROUNDED_AT_A_TIME": 16},
 }
 

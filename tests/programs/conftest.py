@@ -1,21 +1,18 @@
 """Each module of rows is a test file: ``pytest tests/programs/rows/entropies.py -k Categorical``.
 
 Its tests are ``test_row``, every row in the first way and in its own ways, and in the full tier
-``test_dealt``, the values of some in one more way, and ``test_tags``, what captured rows of others promise.
+``test_dealt``, the values of some in one more way.
 """
 
 from __future__ import annotations
 
 import types
-import warnings
 import zlib
 
 import pytest
-import torch
 
 from tests.programs.catalog import LIBRARIES, of
-from tests.programs.row import RAISES, Row
-from tests.support import row_tags
+from tests.programs.row import Row
 from tests.support.oracle import FIRST, check, outcome
 
 # Rows run in one of them in the full tier, so that each way meets rows of each kind.
@@ -23,7 +20,7 @@ DEALT = (
     *("aot_eager", "bf16", "autocast", "dynamic", "no_grad", "chunks"),
     *("outside", "checkpointed", "exported"),
 )
-# Of so many rows, one is dealt a way, and the tags of another are checked.
+# Of so many rows, one is dealt a way.
 EACH = 8
 
 
@@ -35,16 +32,6 @@ def dealt(row: Row) -> str:
     """The way of a row that the hash of its name draws."""
     ways = [way for way in DEALT if way not in (*row.ways, *row.never)]
     return ways[_number(row) // EACH % len(ways)]
-
-
-def _has_tags(row: Row) -> bool:
-    """Tags are held against values, by an interpreter that enters no nested graph."""
-    return (
-        _number(row) % EACH == 1
-        and row.becomes != RAISES
-        and row.sizes.n > 0
-        and "NESTED" not in row.text
-    )
 
 
 class Rows(pytest.Module):
@@ -59,26 +46,15 @@ class Rows(pytest.Module):
             check(rows[name], way)
 
         drawn = [name for name, row in rows.items() if not _number(row) % EACH]
-        tagged = [name for name, row in rows.items() if _has_tags(row)]
 
         @pytest.mark.full
         @pytest.mark.parametrize("name", drawn)
         def test_dealt(name: str) -> None:
             assert not outcome(rows[name], dealt(rows[name])).wrong
 
-        @pytest.mark.full
-        @pytest.mark.parametrize("name", tagged)
-        def test_tags(name: str) -> None:
-            row = rows[name]
-            with warnings.catch_warnings(), torch._dynamo.config.patch(**row.dynamo):
-                warnings.simplefilter("ignore")  # of libraries, and of torch about them
-                with torch.set_grad_enabled(bool(row.gradients)):
-                    found = row_tags.check(row.program(), *row.tensors(), dynamic=False)
-            assert not found.wrong
-
         module = types.ModuleType(f"tests of {self.path.stem}")
-        some = [] if self.path.stem in LIBRARIES else [(test_dealt, drawn), (test_tags, tagged)]
-        tests = [test_row, *(test for test, names in some if names)]
+        some = drawn and self.path.stem not in LIBRARIES
+        tests = [test_row, test_dealt] if some else [test_row]
         vars(module).update({test.__name__: test for test in tests})
         return module
 

@@ -27,7 +27,7 @@ from torch._dynamo import config
 from torch.utils import _pytree as pytree
 
 from benchmarks.compiled import Records
-from fxpass.capture.rejections import Rejection
+from fxpass.rewrite.rejections import Rejection
 from fxpass.deferred.watch import watched
 from fxpass.rewrite.matches import RegionMatch
 from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Function, Row

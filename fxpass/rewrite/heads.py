@@ -1,0 +1,174 @@
+"""Products of Dynamo's graph that look like heads: their sizes, and what their results are for.
+
+In: a node of a Dynamo graph. Out: whether its output may be logits that are worth a loop
+(``FUSEDCE_MIN_LOGITS_MB``; 0 fuses all), and whether it is a hidden layer::
+
+    linear(%h [4096, 2048], %w [128256, 2048])    1.05 GB of bf16 logits: a head
+    linear(%h [4096, 2048], %w [8192, 2048])      multiplied by the next product: a hidden layer
+
+The pass on the joint graph decides alone what it fuses. This is for logits that leave Dynamo's
+graph, which are taken out before, and for what a report says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from fxpass.graph.calls import overloads
+from fxpass.graph.functions import LOSSES, function_of, reads_values
+from fxpass.graph.nodes import hint, is_tensor, nested_graph, value
+from fxpass.graph.region import Region
+from fxpass.plan import worth
+from fxpass.plan.plan import MIB
+
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+# Parts of the least logits that a tile of the vocabulary, or of an adapter, may be; and of a hidden
+# layer's results that its next product may read (a gate halves them, an attention takes a third).
+PARTS = 8
+_SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "_softmax", "_log_softmax", *LOSSES}
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    return function_of(node) in PRODUCTS and is_tensor(node) and value(node).dim() >= 2
+
+
+def elements(node: Node) -> int:
+    """The number of a tensor's values, as traced."""
+    return hint(value(node).numel())
+
+
+def bytes_of(node: Node) -> int:
+    """Bytes of a node's tensor, as traced."""
+    return elements(node) * value(node).dtype.itemsize
+
+
+def columns(node: Node) -> int:
+    """The number of outputs of a product."""
+    return hint(value(node).shape[-1])
+
+
+def hidden_of(node: Node) -> int:
+    """The number of hidden values of each row."""
+    operands = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dim() > 1]
+    return min((hint(value(n).shape[-1]) for n in operands), default=0)
+
+
+def may_be_large(node: Node, least: float) -> bool:
+    """Whether a node makes logits, or a part of them, that may be worth a loop of ``least`` MiB."""
+    if not is_product(node):
+        return False
+    if not least:
+        return True
+    if bytes_of(node) * PARTS < least * MIB:
+        return False
+    classes = max(columns(node), hint(value(node).shape[0]))  # they may come first
+    return classes * PARTS >= max(worth.LEAST_CLASSES, hidden_of(node))
+
+
+def too_small(products: Sequence[Node], least: float) -> str | None:
+    """Why the logits of the products of a head are not worth a loop of ``least`` MiB."""
+    hidden = hidden_of(products[0]) if len(products) == 1 else 0
+    return worth.too_small(sum(map(bytes_of, products)), columns(products[0]), hidden, least)
+
+
+def widens(node: Node) -> bool:
+    """Whether a product has as many outputs as a head, and more than inputs."""
+    return columns(node) > hidden_of(node) and columns(node) >= worth.LEAST_CLASSES
+
+
+def factors(product: Node) -> tuple[Node | None, list[Node]]:
+    """The factor of a product that has its rows, None where there is none, and the other operands,
+    which all rows share."""
+    function = function_of(product)
+    operands = [n for n in _in_order(product) if is_tensor(n)]
+    if function == "einsum":
+        return _of_einsum(product)
+    if product.target == "__rmatmul__":
+        operands.reverse()
+    x = 1 if function in ("addmm", "baddbmm") else 0  # behind the bias
+    return operands[x], operands[:x] + operands[x + 1 :]
+
+
+def _in_order(node: Node) -> list[Any]:
+    """The arguments of a call in the order of its parameters."""
+    for form in overloads(node.op, node.target) if node.kwargs else ():
+        given = form.bind(node.args, node.kwargs)
+        if given is not None:
+            return [given[name] for name in form.parameters if name in given]
+    return [*node.args, *node.kwargs.values()]
+
+
+def _of_einsum(product: Node) -> tuple[Node | None, list[Node]]:
+    text, *rest = product.args
+    given: list[Any] = list(rest[0]) if rest and isinstance(rest[0], tuple | list) else rest
+    inputs, _, result = str(text).replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    if len(letters) != 2 or len(given) != 2 or not result:
+        return None, [n for n in given if is_tensor(n)]
+    for i, own in enumerate(letters):
+        other = letters[1 - i]
+        if own[:-1] == result[:-1] and sorted(other) == sorted(own[-1:] + result[-1:]):
+            return given[i], [given[1 - i]]
+    return None, given
+
+
+def is_reduced(node: Node) -> bool:
+    """Whether the graph makes something smaller of the outputs of a product."""
+    readers = filter(is_tensor, _readers(node))
+    return any(elements(n) * 2 < elements(node) for n in readers)
+
+
+def takes_softmax(node: Node) -> bool:
+    """Whether a softmax, or its logarithm, is taken of the output of a product."""
+    return not _SOFTMAXES.isdisjoint(map(function_of, _readers(node)))
+
+
+def is_multiplied(region: Region, product: Node) -> bool:
+    """Whether the program makes products of the outputs of a product, as of a hidden layer's, or
+    of what is made of them and has no much smaller size."""
+    least = elements(product) // PARTS
+    todo, seen = [(region, product)], set[Node]()
+    while todo:
+        around, node = todo.pop()
+        for user in node.users:
+            if user.op == "output":
+                todo += ((around.outer, n) for n in _returned(around, node) if around.outer)
+            elif user not in seen and reads_values(user, node):
+                seen.add(user)
+                if is_product(user) or _has_product(user):
+                    return True
+                if not is_tensor(user) or elements(user) >= least:
+                    todo.append((around, user))
+    return False
+
+
+def _has_product(call: Node) -> bool:
+    """Whether a product is in a nested graph that a node calls."""
+    bodies = filter(None, map(nested_graph, call.args))
+    return any(is_product(node) for body in bodies for node in body.graph.nodes)
+
+
+def _returned(region: Region, node: Node) -> Iterator[Node]:
+    """The nodes around a nested graph that are one of its results."""
+    results = region.module.graph.output_node().args[0]
+    if region.call is None or not isinstance(results, tuple | list):
+        return
+    places = [i for i, result in enumerate(results) if result is node]
+    yield from (user for user in region.call.users if user.args[1:2] in [(i,) for i in places])
+
+
+def _readers(node: Node) -> set[Node]:
+    """The nodes that values of a product reach, up to the next products."""
+    found, todo = set[Node](), [node]
+    while todo:
+        read = todo.pop()
+        if read is not node and is_product(read):
+            continue
+        users = [user for user in read.users if user not in found and reads_values(user, read)]
+        found.update(users)
+        todo += users
+    return found
