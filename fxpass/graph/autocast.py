@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpass.graph.nodes import is_tensor
 from fxpass.graph.region import Region
 
 
@@ -23,6 +22,8 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         ambient = None
     elif region.outer is not None and region.call is not None:
         ambient = autocast_dtype(region.outer, region.call, device)
+        if region.call.target is torch.ops.higher_order.wrap_with_autocast:  # of torch.export
+            ambient = _entered(ambient, device, *region.call.args[:3])
     else:
         enabled = torch.is_autocast_enabled(device.type)
         ambient = torch.get_autocast_dtype(device.type) if enabled else None
@@ -40,21 +41,6 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         elif node.target is torch.set_autocast_dtype and node.args[0] == device.type:
             stack[-1] = stack[-1] and node.args[1]  # type: ignore[assignment]
     return stack[-1]
-
-
-class AutocastDtypes:
-    """The dtype of autocast at the nodes of a region, on the device of their tensors."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._known: dict[Node, torch.dtype | None] = {}
-
-    def __call__(self, node: Node) -> torch.dtype | None:
-        if node not in self._known:
-            tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
-            device = tensors[0].meta["example_value"].device if tensors else torch.device("cpu")
-            self._known[node] = autocast_dtype(self._region, node, device)
-        return self._known[node]
 
 
 def _entered(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import reads_values
@@ -17,18 +17,15 @@ from fxpass.graph.nodes import is_tensor
 from fxpass.graph.source import call_name, source_line
 
 Hazard = tuple[Node, str]
-# Memory → the nodes that may write to it, in the graph's order; None: to memory that is not known.
-Writers = dict[int | None, list[Node]]
 
 
-def hazard(pattern: Collection[Node], last: Node, replaced: Collection[Node] = ()) -> Hazard | None:
+def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
     """The first reason why ``pattern``, recomputed at ``last``, would give another result.
 
     Args:
         pattern: nodes of one graph. They are recomputed from each other's recomputed values, and
             from the values that all other operands have at ``last``.
         last: the last node of the pattern, a node after it, or the graph's output.
-        replaced: nodes outside the pattern that read its recomputed values.
 
     A node outside the pattern must not write to an operand or a result of a pattern node, between
     this node and ``last``. A pattern node may write to its operand (``z += 1``) if no node outside
@@ -46,7 +43,7 @@ def hazard(pattern: Collection[Node], last: Node, replaced: Collection[Node] = (
     node = nodes[0]
     while node is not last:
         if node in inside:
-            found = _seen_from_outside(node, inside.union(replaced))
+            found = _seen_from_outside(node, inside)
             if found:
                 return found
         else:
@@ -57,27 +54,6 @@ def hazard(pattern: Collection[Node], last: Node, replaced: Collection[Node] = (
                     return node, f"{call} may change %{operand.name} in place {when}"
         node = node.next
     return None
-
-
-def leaves(node: Node) -> bool:
-    """Whether an input or output shares a node's memory, so that the user may write to it later."""
-    ends = (*node.graph.find_nodes(op="placeholder"), *node.graph.output_node().all_input_nodes)
-    return storage(node) in {None, *(storage(n) for n in ends if is_tensor(n))}
-
-
-def writers_in(graph: Graph) -> Writers:
-    """The nodes that may write to each memory. Of a graph of thousands of nodes this takes a tenth
-    of a second: it is asked once for all that is read of the graph."""
-    found: Writers = {}
-    for node in graph.nodes:
-        for memory in dict.fromkeys(map(storage, written(node))):
-            found.setdefault(memory, []).append(node)
-    return found
-
-
-def is_written(node: Node) -> bool:
-    """Whether a node of the graph writes to a node's memory."""
-    return storage(node) in writers_in(node.graph)
 
 
 def _seen_from_outside(writer: Node, pattern: Collection[Node]) -> Hazard | None:

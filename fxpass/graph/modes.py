@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from fxpass.graph.calls import first_operand, storage, written
-from fxpass.graph.functions import reads_values
-from fxpass.graph.hazards import Writers
+from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region
 
@@ -38,6 +36,8 @@ def modes_of(region: Region) -> dict[Node, Mode]:
         mode = Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
     else:
         mode = modes_of(region.outer)[region.call]
+        if region.call.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            mode = mode._replace(grad=bool(region.call.args[0]))  # of torch.export
     found: dict[Node, Mode] = {}
     outer: dict[Node, Mode] = {}
     for node in region.module.graph.nodes:
@@ -56,24 +56,6 @@ def modes_of(region: Region) -> dict[Node, Mode]:
             depth = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
             mode = mode._replace(transforms=mode.transforms + depth)
         found[node] = mode
-    return found
-
-
-def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
-    """The nodes that gradients may reach: with a path of nodes with gradients to an output, or to
-    a write to memory from which there is one. Of the shape of a node, or of a comparison, there is
-    none."""
-    found = set(graph.find_nodes(op="output"))
-    ends = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
-    read = {None, *(storage(n) for n in ends if is_tensor(n))}
-    writing = set().union(*writers.values())
-    for node in reversed(graph.nodes):
-        if is_tensor(node) and not value(node).requires_grad:
-            continue
-        users = any(user in found and reads_values(user, node) for user in node.users)
-        if users or (node in writing and any(storage(n) in read for n in written(node))):
-            found.add(node)
-            read |= {storage(n) for n in node.all_input_nodes if is_tensor(n)}
     return found
 
 

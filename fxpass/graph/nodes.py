@@ -16,7 +16,7 @@ REQUIRED: Any = object()  # in a signature: a parameter without a default
 
 
 class NoMatch(Exception):  # noqa: N818
-    """Why one loss is not fused; becomes a :class:`fxpass.capture.rejections.Rejection`."""
+    """Why one loss is not fused; becomes a :class:`fxpass.rewrite.rejections.Rejection`."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)

@@ -5,25 +5,18 @@ each rank's local tensor, ``redistribute`` changes its placements, and ``to_loca
 rank's local tensor::
 
     placement_name(%redistribute) == "redistribute"        placement_name(%view) == ""
-
-FX of torch 2.11 cannot have placements as arguments of a node. So Dynamo makes a function for each
-call, with the arguments that are not tensors in its closure, and the rewrite's nodes call a
-:class:`Placing`.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.fx import Node
 
-from fxpass.graph.nodes import NoMatch, Target
+from fxpass.graph.nodes import Target
 
 FROM_LOCAL = ("from_local", "prim from_local")
 TO_LOCAL = ("to_local", "full_tensor", "prim_to_local")
@@ -35,35 +28,6 @@ def placement_name(target: Target) -> str:
     """The name of a node's target if it is one of ``PLACEMENTS``, else an empty string."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name if name in PLACEMENTS else ""
-
-
-def options_of(node: Node) -> Mapping[str, Any]:
-    """The keyword arguments of a node with a ``placement_name``.
-
-    Raises:
-        NoMatch: the node's function does not show them.
-    """
-    if not placement_name(node.target).startswith("prim"):
-        return node.kwargs
-    if isinstance(node.target, FunctionType):
-        cells = zip(node.target.__code__.co_freevars, node.target.__closure__ or (), strict=True)
-        options = {name: cell.cell_contents for name, cell in cells}.get("kwargs_as_value")
-        if isinstance(options, dict):
-            return {**options, **node.kwargs}
-    raise NoMatch(node, f"%{node.name} does not show its arguments")
-
-
-class Placing(functools.partial[Any]):
-    """The target of a node that changes placements: ``function``, with its placements bound.
-
-    The node has the other arguments. ``placement_name`` and a graph's text show the function's
-    name.
-    """
-
-    def __init__(self, function: Callable[..., Any], **placements: Any) -> None:
-        del placements  # functools.partial stores them
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__module__ = __name__
 
 
 def dtensors() -> Any:

@@ -1,4 +1,4 @@
-"""Calls of nested regions in which a head is: their nodes become part of the graph around them.
+"""Calls of nested regions that have a head: their nodes become part of the graph around them.
 
 AOTAutograd enters checkpoints, custom functions and the contexts of ``torch.export``, but compiles a
 ``torch.compiler.nested_compile_region`` on its own. In: Dynamo's graph. Out: the same graph, in

@@ -57,7 +57,7 @@ class FoundHead:
 
     Attributes:
         name: of its product in Dynamo's graph, or the line.
-        line: of the first operation that reduces its region's classes; of its product, if none does.
+        line: of what reduces its region's classes first; of its product, if nothing does.
         rows, classes: of its logits.
         itemsize: of a logit, in bytes.
         region: the number of its region; heads of one region share their calls.

@@ -2,8 +2,7 @@
 
 In: a seed, a number of programs, and what is fixed of the way in which they run. Out: a
 :class:`Tally`. A program counts as valid when eager runs it, backward included. It fails when the
-oracle finds something wrong with it and nothing with the inner backend alone, or when its rows are not
-as independent as their tags say.
+oracle finds something wrong with it and nothing with the inner backend alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import logging
 import random
 import re
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +28,6 @@ from tests.fuzz.small import small
 from tests.fuzz.writer import Writer
 from tests.programs.operands import Sizes
 from tests.programs.row import BF16, F16, F64, RAISES, Row
-from tests.support import row_tags
 from tests.support.oracle import WAYS, Way, outcome
 
 SIZES = (
@@ -85,7 +82,6 @@ class Drawn:
     row: Row
     way: Way
     spelling: str = ""
-    tags: bool = False
 
 
 def draw(seed: int, number: int, only: str = "", ranks: bool = False) -> Drawn | None:
@@ -106,7 +102,7 @@ def draw(seed: int, number: int, only: str = "", ranks: bool = False) -> Drawn |
             row = writer.write(f"{seed}:{number}")
         except RuntimeError:  # one of several views is gone once another was written to
             return None
-    return row and Drawn(row, way, spelling, tags=not spelling and rng.random() < 0.3)
+    return row and Drawn(row, way, spelling)
 
 
 def _way(rng: random.Random, spelling: str) -> Way:
@@ -153,17 +149,7 @@ def judge(drawn: Drawn) -> tuple[str, str]:
         if outcome(drawn.row, alone).wrong:
             return "invalid", f"the inner backend alone: {found.wrong}"
         return "failed", found.wrong
-    if drawn.tags and (broken := tags_of(drawn).wrong):
-        return "failed", f"tags: {broken[0]}"
     return "ok", ""
-
-
-def tags_of(drawn: Drawn) -> row_tags.Check:
-    """What a program's captured rows promise, held against values."""
-    row, way = drawn.row, drawn.way
-    with warnings.catch_warnings(), way.around():
-        warnings.simplefilter("ignore")
-        return row_tags.check(row.program(), *row.tensors(way.dtype), dynamic=way.dynamic)
 
 
 def campaign(

@@ -27,9 +27,9 @@ from torch._dynamo import config
 from torch.utils import _pytree as pytree
 
 from benchmarks.compiled import Records
-from fxpass.rewrite.rejections import Rejection
 from fxpass.deferred.watch import watched
 from fxpass.rewrite.matches import RegionMatch
+from fxpass.rewrite.rejections import Rejection
 from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Function, Row
 from tests.support.left import listed
 from tests.support.numerics import FLOOR, error

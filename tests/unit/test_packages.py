@@ -38,6 +38,7 @@ LAW = {
     "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "graph", "capture"},
     "rewrite": {
+        # capture: programs of deferred rows, which are recorded with it
         *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
         *("region", "rows"),
     },

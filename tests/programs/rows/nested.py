@@ -127,7 +127,7 @@ STAY = (
     Row("a view of a result is written",
         "one, two = (head(x, weight) * 1, head(second_x, weight)); part = two.detach()[:, :5]; "
         "before = (two * 1).amax(-1); part.mul_(2); "
-        "(one - two).square().sort(-1).values[:, :9].sum() + before.sum()", NOTHING),
+        "(one - two).square().sort(-1).values[:, :9].sum() + before.sum()", REGION),
     Row("other numbers of rows",
         "one, two = (head(x, weight), head(second_x[:20], weight)); "
         "three = head(second_x[20:40], weight); kl(one[:20], two) + kl(two, three)", REGION,
@@ -138,7 +138,7 @@ STAY = (
         left="2 invoke_subgraph"),
     Row("sums over rows",
         "one, two = (head(x, weight), head(second_x, weight)); "
-        "(one.cumsum(0) * two.cumsum(0)).square().mean()", NOTHING),
+        "(one.cumsum(0) * two.cumsum(0)).square().mean()", REGION),
     Row("gradients are switched inside", "kl(switched(x, weight), switched(second_x, weight))",
         NOTHING),
     Row("random numbers inside", "kl(dropped(x, weight), dropped(x, weight))", NOTHING, drawn=True),
