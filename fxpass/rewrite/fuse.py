@@ -28,7 +28,6 @@ from fxpass.rewrite.copies import copied
 from fxpass.rewrite.leaving import deferred_outputs, split
 from fxpass.rewrite.matches import RegionMatch, match_of
 from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, both, defer_outputs, recipe_of
-from fxpass.rewrite.programs import programs_with
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -209,7 +208,9 @@ class _Fusing:
         found = {} if kept else deferred_outputs(self.region, captured, self.modes, drop=drop)
         if stays := next((n for n in left if n not in found), None):
             raise NoMatch(output, f"the logits, or what is made of them (%{stays.name}), leave")
-        programs, roots = programs_with(settings), dict[Node, Deferral]()
+        from fxpass.rewrite.settled import programs as programs_of  # which reports what this finds
+
+        programs, roots = programs_of(settings), dict[Node, Deferral]()
         made: Recipes = {}
         for node in left:
             root, chain = (node, ()) if drop else split(node, found[node], captured)

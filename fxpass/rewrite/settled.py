@@ -17,11 +17,13 @@ from torch.fx import GraphModule, Node
 
 from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import cast_lines, note
-from fxpass.graph.functions import LOSSES, function_of
+from fxpass.deferred.programs import Programs
+from fxpass.graph.functions import LOSSES, function_of, function_of_target
 from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
 from fxpass.op.rows import warm
 from fxpass.plan.choice import Choice
+from fxpass.plan.plan import MIB
 from fxpass.rewrite import dump
 from fxpass.rewrite.fuse import Later
 from fxpass.rewrite.matches import RegionMatch, words_of
@@ -42,6 +44,21 @@ def rows_pass(settings: Settings) -> RowsPass:
         compiled=settings.inner == "inductor",
         accumulate=settings.accumulate,
     )
+
+
+def programs(settings: Settings) -> Programs:
+    """What compiles functions of the logits of a graph."""
+    alone = replace(settings, min_logits_mb=0.0)
+
+    def told(module: GraphModule, made: Sequence[Rewritten]) -> None:
+        targets = (getattr(node.target, "function", node.target) for node in module.graph.nodes)
+        named = sum(callable(t) and function_of_target(t) in LOSSES for t in targets)
+        matches = tuple(match for one in made for match in _others(one, set(), named))
+        kernels = dict.fromkeys(k for one in made for part in one.parts for k in part.launches)
+        before = graph_text(module) if settings.dump or dump.is_traced() else ""
+        tell(Outcome(matches, (), (), (), tuple(kernels), before=before), module, made, settings)
+
+    return Programs(lambda: rows_pass(alone), settings.min_logits_mb * MIB, told)
 
 
 def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
@@ -111,11 +128,6 @@ def _said(outcome: Outcome, later: Later, made: Sequence[Rewritten]) -> Rejectio
     line = source_line(node)
     own = [why for why in declined if why.head == line] or declined
     return Rejection(node, f"{own[0].place} {own[0].reason}".strip(), line, node)
-
-
-def names_in(made: Sequence[Rewritten]) -> set[str]:
-    """The names of Dynamo's nodes that are in calls of joint graphs."""
-    return {name for one in made for name in one.names}
 
 
 def text_after(gm: GraphModule, made: Sequence[Rewritten]) -> str:
