@@ -1,18 +1,23 @@
 """Torch functions of deferred logits: which are answered, and which compute the logits.
 
 In: a call of a torch function. Out: what it returns, without logits that are computed; or
-:class:`fxpass.capture.values.Stop`, with the reason, if it has to compute them::
+:class:`fxpass.rows.tags.Stop`, with the reason, if it has to compute them::
 
     answered(F.cross_entropy, (logits.flatten(0, 1), labels), {}, make)
 
 Views and casts of logits exist in any case (:mod:`fxpass.deferred.values`): they are remembered.
+Results that are as large as logits are deferred (:mod:`fxpass.deferred.later`), all others computed
+(:mod:`fxpass.deferred.programs`). Autograd links both to hidden states, weight and operands.
+
+NOTE: what is computed together. Each function whose results are small is one program: results of
+one function share a pass over the logits, and two functions take two.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +25,35 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
-from fxpass.capture.values import Stop, Value
-from fxpass.deferred import answers
-from fxpass.deferred.jobs import Logits, Operand, Record
-from fxpass.deferred.known import recorded
-from fxpass.deferred.recording import Call, is_value, without_masks
+from fxpass.deferred.inputs import quiet
+from fxpass.deferred.later import Later
+from fxpass.deferred.layouts import Layout, Like, layout_of
+from fxpass.deferred.records import (
+    Call,
+    Made,
+    Operand,
+    Source,
+    call_of,
+    calls_of,
+    is_source,
+    leaves_of,
+)
 from fxpass.deferred.run import Run, is_distributed
-from fxpass.deferred.values import Deferred, Part
+from fxpass.deferred.values import Buffer, Deferred, Part
+from fxpass.graph.source import calling_line
+from fxpass.rows.tags import Stop
 
-Make = Callable[[Part, Sequence[Tensor]], Deferred]
+Make = Callable[[Part, Sequence[Any]], Deferred]
 ROOT = "returned by a graph"  # the record of logits that no function of the program made
 # Functions that ask for values, or that run other code of the program.
 COMPUTING = {"backward", "__deepcopy__", "__reduce_ex__", "item", "tolist"}
-_ALIKE = {"_to_copy", "alias", "detach", "lift_fresh"}
+# A program is worth its logits if they take this part of what a head's have to take.
+LEAST = 64
+LATE = (
+    "{}, after functions of these logits were computed without them: their gradients go to hidden "
+    "states and weight, not through the logits. Call retain_grad() on the logits before that; or "
+    "have them computed with the loss (FUSEDCE_LOGITS=keep)"
+)
 
 
 def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
@@ -49,69 +70,49 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     if name == "__get__":
         return func(*args, **kwargs)
     if func is torch.autograd.grad:
-        before = see_gradients(kwargs["inputs"] if len(args) < 2 else args[1])
-        try:
-            return func(*args, **kwargs)
-        finally:
-            for run in before:
-                run.see(-1)
+        see_gradients(
+            kwargs["inputs"] if len(args) < 2 else args[1],
+            "autograd.grad asks for the gradient of deferred logits",
+        )
+        return func(*args, **kwargs)
     if name in COMPUTING or is_compiling() or (name == "clone" and _is_snapshot(args, kwargs)):
         raise Stop("asks for values")
-    given: dict[Value, Any] = {}
-    direct: dict[Value, Tensor] = {}
-    classes: list[int] = []
-
-    def of(argument: Any) -> Any:
-        if not isinstance(argument, Deferred):
-            return argument
-        record = _record_of(argument)
-        for value, source in record.given.items():
-            if given.setdefault(value, source) is not source and not _alike(given[value], source):
-                raise Stop("reads the logits of two calls of one graph")
-            if isinstance(source, Logits):
-                if source.tensor.grad_fn is not source.history:
-                    raise Stop("reads logits that were written to")
-                classes.append(int(value.shape[-1]))
-        direct.setdefault(record.value, argument)
-        return record.value
-
-    as_values: Any = pytree.tree_map(of, (args, kwargs))
-    if not classes:
+    given = _deferred_in((args, kwargs))
+    if not given:
         raise Stop("reads no logits")
-    plain_args, plain_kwargs = without_masks(name, as_values[0], as_values[1])
-    call = Call.now(func, plain_args, plain_kwargs, min(classes))
-    found, numbers = recorded(call)
-    direct |= dict(zip(found.operands, call.tensors, strict=True))
-    given |= {v: Operand(t) for v, t in zip(found.operands, call.tensors, strict=True)}
-    given |= dict(zip(found.numbers, numbers, strict=True))
-    if found.written is not None:
-        before, after = found.written
-        written = [t for t in _deferred_in((args, kwargs)) if _record_of(t).value is before]
-        trained = {v: t for v, t in direct.items() if v.trained and t.requires_grad}
-        _write(written, _later(after, given, trained, make))
-        return written[0] if found.values else None
-    if not found.values:
-        return func(*args, **kwargs)
-    logits = {
-        id(leaf) for leaf in pytree.tree_leaves(as_values, is_leaf=is_value) if is_value(leaf)
-    }
-    if found.shown or all(_is_cast(value, logits) for value in found.values):
-        made = func(*args, **kwargs)
-        _remember(made, found, given, pytree.tree_leaves((args, kwargs)))
-        return made
-    arguments = {v: t for v, t in direct.items() if v.trained and t.requires_grad}
-    if not any(value.of_classes for value in found.values):
-        made = answers.answer(found, given, arguments)
-    elif all(value.of_classes for value in found.values):
-        made = [_later(value, given, arguments, make) for value in found.values]
-    else:
-        raise Stop("returns tensors with classes, and others without")
-    results = iter(made)
-    return pytree.tree_map(
-        lambda r: next(results) if is_value(r) else r,
-        found.results,
-        is_leaf=is_value,
+    plain_args, plain_kwargs = _without_masks(name, args, kwargs)
+    records = {id(t): _record_of(t) for t in given}
+    args_of, kwargs_of = pytree.tree_map(
+        lambda leaf: records.get(id(leaf), leaf), (plain_args, plain_kwargs)
     )
+    call = call_of(func, args_of, kwargs_of, given[0].device)
+    likes = {records[id(t)]: _like(t._part.like, t, t._part.trained) for t in given}
+    operands = [s for s in call.sources if isinstance(s, Operand)]
+    likes |= {s: _like(s.tensor, s.tensor, s.tensor.requires_grad) for s in operands}
+    layout, size = layout_of(call, likes), min(t.nbytes for t in given)
+    if layout.written is not None:
+        like, at = layout.written
+        written = [t for t in given if records[id(t)] is call.sources[at]]
+        _check_written(written)
+        after = Made(replace(_kept(call, size), writes=call.sources[at]), None)
+        written[0].become(_later(after, like, make))
+        return layout.filled([written[0]] * len(layout.results))
+    if not layout.results:
+        return func(*args, **kwargs)
+    if layout.shown or layout.cast:
+        made = func(*args, **kwargs)
+        _remember(made, call, layout, pytree.tree_leaves((args, kwargs)))
+        return made
+    whole = [_is_wide(result, given) for result in layout.results]
+    if not any(whole):
+        return layout.filled(_computed(call, layout, given))
+    if not all(whole):
+        raise Stop("returns some tensors as large as logits, and others that are not")
+    if all(t._part.has_few_rows for t in given):
+        raise Stop("reads few rows")
+    call = _kept(call, size)
+    each = enumerate(layout.results)
+    return layout.filled([_later(Made(call, i), like, make) for i, like in each])
 
 
 def _deferred_in(arguments: Any) -> list[Deferred]:
@@ -119,59 +120,114 @@ def _deferred_in(arguments: Any) -> list[Deferred]:
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Deferred)}.values())
 
 
-def _write(written: Sequence[Any], new: Deferred) -> None:
+def _like(like: Tensor, t: Tensor, trained: bool) -> Like:
+    with quiet():
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return Like(meta, t.device, trained)
+
+
+def _is_wide(result: Like, given: Sequence[Tensor]) -> bool:
+    """Whether a result is as large as logits, or has rows of them."""
+    size = result.like.numel()
+    if 2 * size >= min(t.numel() for t in given):
+        return True
+    classes = {t.shape[-1] for t in given if t.dim()}
+    shape = result.like.shape
+    return len(shape) > 1 and shape[-1] in classes and size >= 2 * shape[-1]
+
+
+# ---------------------------------------------------------------- small results
+
+
+def _computed(call: Call, layout: Layout, given: Sequence[Deferred]) -> list[Tensor]:
+    """The results of a call, none of which is as large as logits."""
+    wanted = [Made(call, i) for i in range(len(layout.results))]
+    roots = [leaf for leaf in leaves_of(calls_of(wanted)) if isinstance(leaf, Run)]
+    programs = roots[0].recipe.programs
+    if sum(t.nbytes for t in given) * LEAST < programs.least or given[0].numel() < 2:
+        raise Stop("reads few rows")
+    trained = any(result.trained for result in layout.results)
+    found = programs(wanted, trained, calling_line())
+    linked = [t for t in found if t.requires_grad]
+    for root in roots if linked else ():
+        root.answered = True
+        for hook, t in ((hook, t) for hook in root.hooks for t in linked):
+            t.register_hook(hook)
+    return found
+
+
+def see_gradients(tensors: Any, what: str) -> None:
+    """A program looks at gradients of deferred logits: functions of them compute the logits then.
+
+    Raises:
+        RuntimeError: one was answered before, so that its gradients do not pass the logits.
+    """
+    for t in pytree.tree_leaves(tensors):
+        run = t._part.run if isinstance(t, Deferred) else None
+        if run is None:
+            continue
+        if any(root.answered for root in run.roots):
+            raise RuntimeError(LATE.format(what))
+        for one in (run, *run.roots):
+            one.seen = True
+
+
+def is_of_fsdp(hook: Any) -> bool:
+    """Whether a hook only waits for a gradient, and returns it."""
+    return getattr(hook, "__module__", "").startswith("torch.distributed.")
+
+
+# ---------------------------------------------------------------- results as large as logits
+
+
+def _kept(call: Call, size: int) -> Call:
+    """A call that is read later, if logits take so many bytes."""
+    with quiet():
+        known: dict[int, Any] = {
+            id(s): s.kept(size) for s in call.sources if isinstance(s, Operand)
+        }
+    args, kwargs = pytree.tree_map(
+        lambda leaf: known.get(id(leaf), leaf), (call.args, call.kwargs), is_leaf=is_source
+    )
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _later(made: Made, layout: Like, make: Make) -> Deferred:
+    """Deferred logits that a call makes."""
+    run: Any = Later(made, layout)
+    part = Part(Buffer(run, run.device, run.like), run.like)
+    part.record, part.trained = made, layout.trained
+    return make(part, run.given if layout.trained else ())
+
+
+def _remember(made: Any, call: Call, layout: Layout, arguments: Sequence[Any]) -> None:
+    """Notes of tensors that exist how they were made."""
+    tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+    if len(tensors) != len(layout.results):
+        return
+    for i, t in enumerate(tensors):
+        if isinstance(t, Deferred) and not any(t is a for a in arguments):
+            part = t._computes
+            part.record, part.trained = Made(call, i), layout.results[i].trained
+
+
+def _check_written(written: Sequence[Deferred]) -> None:
     """Lets deferred logits become others, in place. Only those that a function of the program has
     made, and of which there is no view: a write to those of a model computes them.
 
     Raises:
         Stop: they are others.
     """
-    (t, *others), part = written, written[0]._part
-    alone = not others and isinstance(part.run, answers.Later) and part.is_alone
-    if not alone or isinstance(part.run, answers.GradientOfLogits) or t.is_inference():
+    if len(written) != 1:
+        raise Stop("writes to its arguments")
+    (t,) = written
+    if not (isinstance(t._part.run, Later) and t._part.is_alone) or t.is_inference():
         raise Stop("writes to logits of a model, or of which there are views")
     if t.requires_grad and not torch.is_grad_enabled():
         raise Stop("writes to logits where gradients are off")
-    t.become(new)
 
 
-def _is_snapshot(args: Any, kwargs: Any) -> bool:
-    """Whether a copy is one of values, for later: it has no history, or there are several ranks, on
-    which FSDP may free the weight. Others are copies to be written to."""
-    (t,) = _deferred_in((args, kwargs))
-    return not (torch.is_grad_enabled() and t.requires_grad) or is_distributed()
-
-
-def of_leaf(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of one tensor that reads its memory, and does not ask the tensor's class."""
-
-    @functools.wraps(original)
-    def function(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        leaf: Any = getattr(tensor, "_leaf", None)
-        return original(leaf() if isinstance(tensor, Deferred) else tensor, *args, **kwargs)
-
-    return function
-
-
-def see_gradients(tensors: Any) -> list[Run]:
-    """Lets gradients pass tensors that functions made of logits, each as in eager: a program sees
-    them. Returns the runs of the logits."""
-    found: dict[Run, None] = {}
-    for t in pytree.tree_leaves(tensors):
-        record = t._part.record if isinstance(t, Deferred) else None
-        if isinstance(record, Record):
-            logits = [g for g in record.given.values() if isinstance(g, Logits)]
-            found |= {of.run: None for of in logits}
-    for run in found:
-        run.see(1)
-    return [*found]
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return isinstance(one, Logits) and one.tensor is other.tensor
-
-
-def _record_of(t: Deferred) -> Record:
+def _record_of(t: Deferred) -> Source:
     """How deferred logits were made.
 
     Raises:
@@ -183,44 +239,45 @@ def _record_of(t: Deferred) -> Record:
         raise Stop("reads logits that are computed")
     if part.record is None:
         raise Stop("reads logits of which nothing is known")
-    if isinstance(run, Run) and run.inputs is None:
+    if run.inputs is None:
         raise Stop("reads logits that were dropped")
-    record = part.record
-    if record == ROOT:
-        value = run.root(t.requires_grad)
-        record = Record(value, {value: Logits(run, t, t.grad_fn, weakref.ref(part.buffer))})
-    trained = record.value.trained
+    if run.seen or any(root.seen for root in run.roots):
+        raise Stop("reads logits at whose gradient the program looks")
     # torch says of a view without gradients, of logits with gradients, that it is a leaf with some
-    cut = not trained and t.is_leaf and not torch.is_grad_enabled()
-    if (t.requires_grad != trained and not cut) or (trained and t.is_leaf):
+    cut = not part.trained and t.is_leaf and not torch.is_grad_enabled()
+    if (t.requires_grad != part.trained and not cut) or (part.trained and t.is_leaf):
         raise Stop("reads a tensor whose history was changed")
-    return record
+    return run if part.record == ROOT else part.record
 
 
-def _is_cast(value: Value, arguments: Collection[int]) -> bool:
-    """Whether a tensor is one of the arguments in another dtype."""
-    while id(value) not in arguments and value.step is not None:
-        source = value.step.args[0] if value.step.args else None
-        if value.step.op.overloadpacket.__name__ not in _ALIKE or not isinstance(source, Value):
-            return False
-        value = source
-    return id(value) in arguments
+def _is_snapshot(args: Any, kwargs: Any) -> bool:
+    """Whether a copy is one of values, for later: it has no history, or there are several ranks, on
+    which FSDP may free the weight. Others are copies to be written to."""
+    (t,) = _deferred_in((args, kwargs))
+    return not (torch.is_grad_enabled() and t.requires_grad) or is_distributed()
 
 
-def _remember(made: Any, found: Any, given: Any, arguments: Sequence[Any]) -> None:
-    """Notes of tensors that exist how they were made."""
-    tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
-    if len(tensors) != len(found.values):
-        return
-    for t, value in zip(tensors, found.values, strict=True):
-        if isinstance(t, Deferred) and not any(t is a for a in arguments):
-            t._computes.record = Record(value, given)
+def _without_masks(name: str, args: Any, kwargs: Any) -> Any:
+    """Arguments with the numbers of the elements that masks take, in the place of masks."""
+    if name != "__getitem__" or len(args) != 2:
+        return args, kwargs
+
+    def numbers(index: Any) -> tuple[Any, ...]:
+        if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim():
+            return index.nonzero(as_tuple=True)
+        return (index,)
+
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    taken: list[Any] = [number for one in index for number in numbers(one)]
+    return (args[0], tuple(taken) if len(taken) > 1 else taken[0]), kwargs
 
 
-def _later(value: Value, given: Any, arguments: Any, make: Make) -> Deferred:
-    part = answers.later(value, given, tuple(arguments))
-    run: Any = part.run
-    if not value.trained:
-        return make(part, ())
-    links = {**arguments, **run.job.tracked}
-    return make(part, [links[source] for source in run.job.linked])
+def of_leaf(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one tensor that reads its memory, and does not ask the tensor's class."""
+
+    @functools.wraps(original)
+    def function(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        leaf: Any = getattr(tensor, "_leaf", None)
+        return original(leaf() if isinstance(tensor, Deferred) else tensor, *args, **kwargs)
+
+    return function

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.deferred.dynamo import hidden
-from fxpass.deferred.values import Deferred, Part
+from fxpass.deferred.values import Part
 
 aten = torch.ops.aten
 
@@ -102,10 +102,6 @@ class _Attach(torch.autograd.Function):
         run = once(ctx, "run")
         if grad is None:
             return None, *[None] * len(needed)
-        gradient = grad._part.gradient if isinstance(grad, Deferred) else None
-        if gradient is not None and gradient.run is run:
-            found = gradient.of_inputs
-            return None, *(found.get(i) if needs else None for i, needs in enumerate(needed))
         return None, *run.gradients(needed, grad)
 
 

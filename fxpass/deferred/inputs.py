@@ -91,7 +91,8 @@ class Input:
 
     def replace(self, clone: Tensor) -> None:
         """Reads ``clone`` from now on; the next check compares its bits."""
-        self.tensor, self._is_clone = clone, True
+        self._is_clone = True  # first: another thread may check it
+        self.tensor = clone
 
     def _changes(self) -> str:
         """What may have changed it."""

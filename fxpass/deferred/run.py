@@ -10,7 +10,6 @@ recipe again::
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,9 +22,8 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpass.capture.values import Value
 from fxpass.deferred.inputs import Input, quiet
-from fxpass.deferred.recording import root
+from fxpass.rows.tags import Stop
 from fxpass.spec.dtypes import compute_dtype
 
 PART = 2**26  # bytes of the logits of which gradients are computed at a time
@@ -47,10 +45,9 @@ class Recipe:
     hidden: tuple[int, ...] = ()
     # Whether the graph reduces nothing of them: the program does, when forward has ended.
     alone: bool = False
-    # Makes programs of what is read of its rows; None if nothing is known of these.
-    programs: Callable[..., Callable[..., Sequence[Tensor]] | str] | None = None
-    # What stands for logits in records, by layout: each with the run that it stands for.
-    roots: dict[Any, list[Any]] = field(default_factory=dict, repr=False)
+    # Makes programs of what is computed of the logits (fxpass.deferred.programs.Programs); None if
+    # nothing is.
+    programs: Any = None
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -82,9 +79,11 @@ class Run:
 
     Attributes:
         inputs: an :class:`Input` for each tensor; None if the logits are dropped.
+        given: the inputs as they were given, which autograd knows; none if the logits are dropped.
         trained: whether each input has a gradient.
-        exact: whether gradients pass what functions make of the logits, each as in eager; how many
-            uses of the program ask for that.
+        answered: whether a function of the logits is linked to these inputs.
+        seen: whether the program looks at the gradient of the logits, or of what is made of them.
+        hooks: of FSDP, which wait for a gradient of the logits.
         like, device: the layout of the logits, on the meta device, and their real device.
         lock: guards all values that are computed from these inputs.
     """
@@ -95,36 +94,37 @@ class Run:
         self.trained = tuple(
             recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
         )
-        self.exact = 0
-        self._root: Value | None = None
+        self.answered, self.seen = False, False
+        self.hooks: list[Callable[..., Any]] = []
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None
+        self.given: Sequence[Any] = () if dropped else tuple(inputs)
         if not dropped:
             self.inputs = [
                 Input(a, i in recipe.rows) if isinstance(a, Tensor) else a
                 for i, a in enumerate(inputs)
             ]
 
-    def root(self, trained: bool) -> Value:
-        """What stands for the logits in records: the same for the runs of a recipe with one layout,
-        but for those that are alive at the same time."""
-        known = self._root
-        if known is None or known.trained != trained:
-            like = self.like
-            key = like.shape, like.stride(), like.dtype, self.device, trained, self.trained
-            slots = self.recipe.roots.setdefault(key, [])
-            slot = next((s for s in slots if s[1]() is None), None)
-            if slot is None:
-                slot = [root(like, self.device, trained), None]
-                slots.append(slot)
-            slot[1] = weakref.ref(self)
-            self._root = known = slot[0]
-        return known
+    @property
+    def roots(self) -> list[Run]:
+        """The run itself, as of what functions make of logits."""
+        return [self]
 
-    def see(self, uses: int) -> None:
-        """More uses, or fewer, of gradients of what functions make of the logits."""
-        with self.lock:
-            self.exact += uses
+    def linked(self, trained: bool) -> list[Any]:
+        """The inputs, for a program; where it is trained, as autograd knows them.
+
+        Raises:
+            Stop: one with a gradient is another tensor now.
+            StaleLogitsError: one was changed.
+        """
+        found = self.checked()
+        for i, needs in enumerate(self.trained):
+            if not (trained and needs):
+                continue
+            if self.given[i].untyped_storage()._cdata != found[i].untyped_storage()._cdata:
+                raise Stop("reads logits of before a step, or of a weight that was replaced")
+            found[i] = self.given[i]
+        return found
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""

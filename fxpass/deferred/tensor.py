@@ -28,16 +28,16 @@ from torch.utils import _pytree as pytree
 from torch.utils import dlpack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxpass.capture.values import Stop
-from fxpass.deferred import answers, history, values
+from fxpass.deferred import history, values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.functions import ROOT, answered, of_leaf, see_gradients
+from fxpass.deferred.functions import ROOT, answered, is_of_fsdp, of_leaf, see_gradients
 from fxpass.deferred.history import attach, attach_cast, plain_view
 from fxpass.deferred.inputs import StaleLogitsError, freed_by_fsdp, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
 from fxpass.deferred.values import Deferred, Part, memory_of
 from fxpass.deferred.watch import because
+from fxpass.rows.tags import Stop
 from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
@@ -102,6 +102,7 @@ def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tenso
     watch_optimizers()
     part = values.returned(recipe, inputs, drop)
     part.record = ROOT if recipe.programs and not drop else None
+    part.trained = trains
     return _made(part, inputs if trains else ())
 
 
@@ -223,11 +224,16 @@ class DeferredLogits(Deferred):
         # the history of a view that was written to is made anew here; it would be while torch
         # registers the hook, which ends the process
         _ = self.grad_fn
-        see_gradients([self])
+        run = self._part.run
+        if run is not None and is_of_fsdp(hook):
+            for root in run.roots:
+                root.hooks.append(hook)
+        else:
+            see_gradients([self], "a hook is registered on deferred logits")
         return super().register_hook(hook)
 
     def retain_grad(self) -> None:
-        see_gradients([self])
+        see_gradients([self], "retain_grad() of deferred logits")
         super().retain_grad()
 
     def detach_(self) -> Tensor:
@@ -237,8 +243,7 @@ class DeferredLogits(Deferred):
         self._view = None
         return self
 
-    def become(self, other: DeferredLogits) -> None:
-        """Has the values and the history of others from now on, as after a write in place."""
+    def become(self, other: Any) -> None:
         torch._C._swap_tensor_impl(self, other)
         self._computes, self._view, self._is_root = other._computes, None, other._is_root
 
@@ -327,9 +332,6 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
         cast = part.cast(kwargs["dtype"], kwargs.get("memory_format"))
         return NotImplemented if cast is None else DeferredLogits(cast)
-    if func is aten.add.Tensor and args and isinstance(args[0], DeferredLogits) and not kwargs:
-        total = answers.added(part, args[0]._part)
-        return NotImplemented if total is None else DeferredLogits(total)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,19 +33,6 @@ from fxpass.deferred.run import Recipe, Run, take
 from fxpass.deferred.watch import note
 
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
-
-
-@dataclass(frozen=True, eq=False)
-class Gradient:
-    """A gradient of logits that is not computed.
-
-    Attributes:
-        run: of the logits.
-        of_inputs: the gradients of the run's inputs, by position.
-    """
-
-    run: Run
-    of_inputs: Mapping[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -68,7 +55,6 @@ class Buffer:
     exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
     apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)  # computed separately
     cuts: int = 0  # how often rows were computed separately
-    gradient: Gradient | None = None  # if it is a gradient of logits
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock() if self.run is None else self.run.lock
@@ -151,7 +137,9 @@ class Part:
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
         self.buffer, self.like, self.value = buffer, like, value
-        self.record: Any = None  # how functions of the program made it
+        # how functions of the program made it, and whether that has a gradient
+        self.record: Any = None
+        self.trained = False
         if self.run is not None:
             with _parts_lock:
                 _parts.add(self)
@@ -170,11 +158,10 @@ class Part:
         return not others and (like.shape, like.stride()) == (whole.shape, whole.stride())
 
     @property
-    def gradient(self) -> Gradient | None:
-        """What it is a gradient of, as a whole."""
-        like, whole = self.like, self.buffer.like
-        layouts = [(t.shape, t.stride(), t.storage_offset()) for t in (like, whole)]
-        return self.buffer.gradient if layouts[0] == layouts[1] else None
+    def has_few_rows(self) -> bool:
+        """Whether it is a view of half of the rows of its buffer, or of fewer."""
+        picked = self.buffer.rows_of(self.like)
+        return picked is not None and 2 * picked.numel() <= self.buffer.like.shape[:-1].numel()
 
     def views(self, view: Callable[[Tensor], Any]) -> list[Part]:
         """The views of the same buffer that a function returns; computes nothing."""
@@ -209,8 +196,7 @@ class Part:
     def read(self) -> Tensor:
         """The values, for the program. The caller must not write to them or return an alias."""
         with self.buffer.lock:
-            picked = None if self.run is None else self.buffer.rows_of(self.like)
-            if picked is None or 2 * picked.numel() > self.buffer.like.shape[:-1].numel():
+            if self.run is not None and not self.has_few_rows:
                 note(self.run)
             return self.compute()
 
@@ -224,13 +210,6 @@ class Part:
                     self.value = _shown_of_rows(buffer.compute(picked), self.like)
                     buffer.apart.add(self)
                     buffer.cuts += 1
-                elif 2 * self.like.numel() <= buffer.like.numel():
-                    alone = getattr(self.record, "alone", None)  # of what a function made
-                    few = alone() if alone is not None and picked is None else None
-                    if few is not None:
-                        self.value = few
-                        buffer.apart.add(self)
-                        buffer.cuts += 1
             return self._computed()
 
     def hand_out(self, alias: Tensor) -> Tensor:
@@ -274,6 +253,10 @@ class Deferred(Tensor):
         """Whether functions may reduce the logits without computing them."""
         part = self._part
         return part.run is not None and part.record is not None
+
+    def become(self, other: Any) -> None:
+        """Has the values and the history of others from now on, as after a write in place."""
+        raise NotImplementedError
 
 
 def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:

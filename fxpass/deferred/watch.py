@@ -87,7 +87,7 @@ def note(run: Run | None) -> None:
         text = _COMPUTED.format(line, _layout(run), run.recipe.source, why)
         warn_once(log, "deferred logits", text)
     for found, seen in _watchers:
-        for root in (one for one in getattr(run, "roots", [run]) if one not in seen):
+        for root in (one for one in run.roots if one not in seen):
             seen.add(root)
             size = root.like.numel() * root.like.itemsize
             found.append(Computed(_layout(root), size, root.recipe.source, line, why))

@@ -72,7 +72,7 @@ def function_of(node: Node) -> str:
         return ""
     if node.target is getattr:
         return _aten_name(str(node.args[1]))
-    return _of_function(node.target)
+    return function_of_target(node.target)
 
 
 def is_in_place(function: str) -> bool:
@@ -97,7 +97,8 @@ def function_of_method(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_function(target: Target) -> str:
+def function_of_target(target: Target) -> str:
+    """The name of the ATen function that a function of torch, or an overload, computes."""
     packet = getattr(target, "overloadpacket", target)
     if isinstance(packet, torch._ops.OpOverloadPacket):
         namespace, _, name = packet._qualified_op_name.partition("::")

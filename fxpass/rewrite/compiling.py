@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpass.rewrite.settled import rows_pass, settled, tell
+from fxpass.rewrite.settled import programs, rows_pass, settled, tell
 from fxpass.rewrite.transform import Outcome, transform, without_deferring
 from fxpass.rows.backend import Rewritten, RowsPass
 from fxpass.settings import Settings
@@ -41,7 +41,8 @@ def compile_graph(
     Returns:
         what was done, what became of its joint graphs, and a function with the graph's outputs.
     """
-    outcome, kept = transform(gm, settings, inputs), set[str]()
+    answers, kept = programs(settings), set[str]()
+    outcome = transform(gm, settings, answers, inputs)
     while True:
         rows = rows_pass(settings, outcome.deferred.needed)
         try:
@@ -52,7 +53,7 @@ def compile_graph(
                 raise
             log.debug("logits that leave are kept: %s", sorted(rows.missed))
             kept |= rows.missed
-            outcome = without_deferring(gm, outcome, settings, kept)
+            outcome = without_deferring(gm, outcome, settings, answers, kept)
     outcome = settled(outcome, rows.made)
     tell(outcome, gm, rows.made, settings)
     return outcome, rows.made, outcome.restore(compiled)

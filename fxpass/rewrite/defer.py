@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from fxpass.deferred.programs import Programs
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of, out_of_place, reads_values
 from fxpass.graph.modes import Mode, modes_of
@@ -46,7 +47,6 @@ from fxpass.rewrite.leaving import (
 )
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, defer_outputs, recipe_of
-from fxpass.rewrite.programs import programs_with
 from fxpass.settings import Settings
 
 Recipes = dict[Node, Deferral]  # by the output of the graph
@@ -94,12 +94,15 @@ class _Head:
         return {n for chain in self.chains.values() for n in chain.nodes}
 
 
-def defer_logits(region: Region, settings: Settings, kept: Collection[str] = ()) -> Deferred:
+def defer_logits(
+    region: Region, settings: Settings, programs: Programs, kept: Collection[str] = ()
+) -> Deferred:
     """Replaces outputs of a graph that are logits by what computes them.
 
     Args:
         region: the outermost.
         settings: the user's.
+        programs: compiles functions of deferred logits.
         kept: the names of products whose logits have to exist.
     """
     graph, drop = region.module.graph, settings.logits == "drop"
@@ -115,7 +118,7 @@ def defer_logits(region: Region, settings: Settings, kept: Collection[str] = ())
         if not (head.reduced or all(_leaves_whole(region, n, head) for n in head.products)):
             continue
         exist = any(n.name in kept for n in head.products)
-        found = {} if exist else _recipes(region, head, modes, settings)
+        found = {} if exist else _recipes(region, head, modes, settings, programs)
         # without their rows, nothing of logits that are deferred alone would be answered
         if found and (head.reduced or all(one.recipe.rows for one in found.values())):
             recipes |= found
@@ -149,7 +152,11 @@ def _heads(chains: Mapping[Node, Chain]) -> list[_Head]:
 
 
 def _recipes(
-    region: Region, head: _Head, modes: Mapping[Node, Mode], settings: Settings
+    region: Region,
+    head: _Head,
+    modes: Mapping[Node, Mode],
+    settings: Settings,
+    programs: Programs,
 ) -> Recipes:
     """The recipes of logits that leave; none if one of them has to exist."""
     output, left = region.module.graph.output_node(), head.chains
@@ -164,7 +171,7 @@ def _recipes(
         return {}  # what the joint graph would not fuse
     if not drop and not all(is_computable(output, n, c, modes, others) for n, c in left.items()):
         return {}
-    programs, roots, made = programs_with(settings), dict[Node, Deferral](), Recipes()
+    roots, made = dict[Node, Deferral](), Recipes()
     for node, chain in left.items():
         nodes = with_casts(chain, output, drop=drop)
         root, after = (node, ()) if drop else split(node, nodes, chain)

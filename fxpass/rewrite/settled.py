@@ -14,14 +14,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fxpass.casts.casts import cast_lines, note
-from fxpass.graph.functions import LOSSES, function_of
+from fxpass.deferred.programs import Programs
+from fxpass.graph.functions import LOSSES, function_of, function_of_target
+from fxpass.graph.names import name_nodes
 from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
 from fxpass.op.rows import warm
 from fxpass.plan.choice import Choice
+from fxpass.plan.plan import MIB
 from fxpass.rewrite import dump
 from fxpass.rewrite.matches import RegionMatch, words_of
 from fxpass.rewrite.rejections import Rejection, rejections_of
@@ -47,6 +50,18 @@ def rows_pass(settings: Settings, needed: Collection[str] = ()) -> RowsPass:
         compiled=settings.inner == "inductor",
         accumulate=settings.accumulate,
     )
+
+
+def programs(settings: Settings) -> Programs:
+    """What compiles functions of the logits of a graph."""
+    alone = replace(settings, min_logits_mb=0.0)
+
+    def told(module: GraphModule, made: Sequence[Rewritten]) -> None:
+        before = graph_text(module) if settings.dump or dump.is_traced() else ""
+        outcome = settled(Outcome((), nodes=name_nodes(module), before=before), made)
+        tell(outcome, module, made, settings)
+
+    return Programs(lambda: rows_pass(alone), settings.min_logits_mb * MIB, told)
 
 
 def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
@@ -81,7 +96,7 @@ def _matches(outcome: Outcome, made: Rewritten) -> Iterator[RegionMatch]:
         if not parts:
             continue
         nodes = [node for name, node in outcome.nodes.items() if name in heads[0].names]
-        losses = [node for node in nodes if function_of(node) in LOSSES]
+        losses = [node for node in nodes if _is_loss(node)]
         choices = tuple(part.choice for part in parts)
         formulas = [choice for choice in choices if isinstance(choice, Choice)]
         # their functions of rows are compiled by now
@@ -99,9 +114,10 @@ def _matches(outcome: Outcome, made: Rewritten) -> Iterator[RegionMatch]:
         )
 
 
-def names_in(made: Sequence[Rewritten]) -> set[str]:
-    """The names of Dynamo's nodes that are in calls of joint graphs."""
-    return {name for one in made for name in one.names}
+def _is_loss(node: Node) -> bool:
+    """Whether a node computes a loss with a name; in a program of deferred logits, in its modes."""
+    function = getattr(node.target, "function", None)
+    return (function_of(node) if function is None else function_of_target(function)) in LOSSES
 
 
 def text_after(gm: GraphModule, made: Sequence[Rewritten]) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpass.casts.casts import Cast, cast_region
+from fxpass.deferred.programs import Programs
 from fxpass.graph.calls import written
 from fxpass.graph.names import name_nodes
 from fxpass.graph.nodes import is_tensor, value
@@ -71,12 +72,15 @@ class Outcome:
         return self.deferred.restore
 
 
-def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -> Outcome:
+def transform(
+    gm: GraphModule, settings: Settings, programs: Programs, inputs: Sequence[Any] = ()
+) -> Outcome:
     """Makes dtypes of ``gm`` and its nested graphs explicit, and defers logits that leave it.
 
     Args:
         gm: the graph, changed in place.
         settings: what is rewritten.
+        programs: compiles functions of deferred logits.
         inputs: what the graph is compiled for, where known.
 
     Raises:
@@ -97,33 +101,41 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         if inlined[0] and any(map(written, gm.graph.nodes)):
             # calls of one nested region have the memory of the first one
             settings = replace(settings, logits="keep")
-        return _deferred(gm, outcome, settings)
+        return _deferred(gm, outcome, settings, programs)
 
 
 def without_deferring(
-    gm: GraphModule, old: Outcome, settings: Settings, kept: Collection[str]
+    gm: GraphModule,
+    old: Outcome,
+    settings: Settings,
+    programs: Programs,
+    kept: Collection[str],
 ) -> Outcome:
     """The outcome of a graph that goes back to what it was before logits were deferred.
 
     Args:
         gm: the graph, changed in place.
         old: its outcome.
-        settings: as before.
+        settings, programs: as before.
         kept: the names of products whose logits are not deferred now.
     """
     assert old.untouched is not None
     gm.graph = old.untouched
     with _without_guards(gm):
-        return _deferred(gm, old, settings, kept)
+        return _deferred(gm, old, settings, programs, kept)
 
 
 def _deferred(
-    gm: GraphModule, outcome: Outcome, settings: Settings, kept: Collection[str] = ()
+    gm: GraphModule,
+    outcome: Outcome,
+    settings: Settings,
+    programs: Programs,
+    kept: Collection[str] = (),
 ) -> Outcome:
     """Defers logits that leave, and notes what the joint graph may fuse."""
     untouched, deferred = copied(gm.graph), Deferred()
     try:
-        deferred = defer_logits(Region(gm), settings, kept)
+        deferred = defer_logits(Region(gm), settings, programs, kept)
     except Exception:  # an unforeseen program runs without the rewrite
         log.warning("the search for logits that leave failed", exc_info=True)
         gm.graph, untouched = untouched, gm.graph

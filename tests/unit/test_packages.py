@@ -36,7 +36,7 @@ LAW = {
     "op": {"spec", "plan", "aten", "kernels", "region", "lower"},
     "rows": {"graph", "spec", "op", "region", "plan", "kernels"},
     "capture": {"graph", "spec", "plan"},
-    "deferred": {"spec", "op", "graph", "capture"},
+    "deferred": {"spec", "op", "graph", "region", "rows"},
     "rewrite": {
         # capture: programs of deferred rows, which are recorded with it
         *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
