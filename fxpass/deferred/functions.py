@@ -174,7 +174,7 @@ def see_gradients(tensors: Any, what: str) -> None:
 
 def is_of_fsdp(hook: Any) -> bool:
     """Whether a hook only waits for a gradient, and returns it."""
-    return getattr(hook, "__module__", "").startswith("torch.distributed.")
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.")
 
 
 # ---------------------------------------------------------------- results as large as logits

