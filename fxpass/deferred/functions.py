@@ -100,6 +100,9 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     if not layout.results:
         return func(*args, **kwargs)
     if layout.shown or layout.cast:
+        before, after = (str(t.dtype)[6:] for t in (given[0], layout.results[0].like))
+        if layout.shown and before != after:
+            raise Stop(f"reads the bits of {before} as {after}")
         made = func(*args, **kwargs)
         _remember(made, call, layout, pytree.tree_leaves((args, kwargs)))
         return made
@@ -126,12 +129,13 @@ def _like(like: Tensor, t: Tensor, trained: bool) -> Like:
     return Like(meta, t.device, trained)
 
 
-def _is_wide(result: Like, given: Sequence[Tensor]) -> bool:
+def _is_wide(result: Like, given: Sequence[Deferred]) -> bool:
     """Whether a result is as large as logits, or has rows of them."""
     size = result.like.numel()
     if 2 * size >= min(t.numel() for t in given):
         return True
-    classes = {t.shape[-1] for t in given if t.dim()}
+    runs = [t._part.run for t in given]
+    classes = {root.like.shape[-1] for run in runs if run is not None for root in run.roots}
     shape = result.like.shape
     return len(shape) > 1 and shape[-1] in classes and size >= 2 * shape[-1]
 

@@ -141,7 +141,12 @@ def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) ->
         raise
     except Exception as error:
         raise Stop(f"fails on fake tensors ({type(error).__name__}: {error})") from None
-    changed = [i for i, f in enumerate(fakes.values()) if f._version != before[i]]
+    pairs = [(fake, likes[s].like) for s, fake in zip(sources, fakes.values(), strict=True)]
+    changed = [
+        i
+        for i, (fake, like) in enumerate(pairs)
+        if fake._version != before[i] or (fake.shape, fake.stride()) != (like.shape, like.stride())
+    ]
     if len(changed) > 1:
         raise Stop("writes to its arguments")
     tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
@@ -151,10 +156,10 @@ def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) ->
     shown = [t.untyped_storage()._cdata in memory for t in tensors]
     written = None
     if changed:
-        fake, like = [*fakes.values()][changed[0]], likes[sources[changed[0]]].like
+        fake, like = pairs[changed[0]]
         if any(t is not fake for t in tensors):
             raise Stop("writes to its arguments, and returns others")
-        if fake.shape != like.shape or fake.dtype != like.dtype:
+        if fake.numel() != like.numel() or fake.dtype != like.dtype:
             raise Stop("writes to its arguments")
         written = _like(fake), changed[0]
     cast = bool(tensors) and watched.packets <= _ALIKE
@@ -163,11 +168,13 @@ def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) ->
 
 def _fake(like: Like) -> Tensor:
     of = like.like
-    fake = torch.empty_strided(of.shape, of.stride(), dtype=of.dtype, device=like.device)
+    shape, strides = of.shape, of.stride()
     if not like.trained:
-        return fake
-    with torch.enable_grad():  # no leaf: a function may write to it
-        return torch.ops.aten.alias.default(fake.requires_grad_())
+        return torch.empty_strided(shape, strides, dtype=of.dtype, device=like.device)
+    with torch.enable_grad():  # no leaf, nor a view of one: a function may write to it
+        size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        leaf = torch.empty(size if of.numel() else 0, dtype=of.dtype, device=like.device)
+        return leaf.requires_grad_().clone().as_strided(shape, strides)
 
 
 def _like(fake: Tensor) -> Like:

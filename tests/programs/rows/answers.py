@@ -98,12 +98,12 @@ COMPUTED = (
         becomes=BOTH, why="reads the bits of float32 as int32"),
     Row("seen by a view",
         "copy = s.clone(); row = copy[0]; copy[:, 3] = 0.0; (row.sum(-1), copy.logsumexp(-1))",
-        becomes=BOTH, why="assigns to rows"),
+        becomes=BOTH, why="or of which there are views"),
     Row("seen by an alias",
         "copy = torch.zeros_like(s); alias = copy.detach(); copy += 1; "
         "(alias.sum(-1), (copy * s).sum(-1))", becomes=REGION, why="or of which there are views"),
     Row("to a view", "copy = s.clone(); copy[0].zero_(); copy.logsumexp(-1)",
-        becomes=FORMULA, why="zero_ aten.zero has no row rule"),
+        becomes=FORMULA, why="zero_ writes to logits of a model, or of which there are views"),
     Row("to a view of a copy",
         "copy = torch.empty_like(s); copy.copy_(s); flat = copy.view(-1, V); flat[:, 0] = 5.0; "
         "(flat.logsumexp(-1), copy.sum(-1))", becomes=REGION, why="or of which there are views"),
