@@ -1,5 +1,5 @@
-"""Reads what a graph does to rows of logits: row regions, by the class of each ATen operation.
+"""Which functions of logits keep rows apart, by the class of each ATen operation.
 
-Knows no formula and no spelling, only which operations keep rows apart. It never edits a graph.
+Knows no formula and no spelling. Only ``deferred`` reads it.
 Imports ``graph``, ``spec`` and ``plan``.
 """

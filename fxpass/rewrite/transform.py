@@ -55,7 +55,7 @@ class Outcome:
     """
 
     casts: tuple[Cast, ...]
-    deferred: Deferred = Deferred()
+    deferred: Deferred = field(default_factory=Deferred)
     suspects: tuple[Suspect, ...] = ()
     later: tuple[str, ...] = ()
     heads: tuple[RegionMatch, ...] = ()
