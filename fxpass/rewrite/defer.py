@@ -155,10 +155,12 @@ def _recipes(
     output, left = region.module.graph.output_node(), head.chains
     # the loss is computed from the logits, which are not those of a training step, whose metrics
     # leave the graph before the loss
-    tested = head.reduced and not any(map(needs_gradient, (*head.products, *left)))
+    drop, inside = settings.logits == "drop", made_of(head.products)
+    trained = any(map(needs_gradient, head.products))
+    trained = trained and any(needs_gradient(n) for n in output.all_input_nodes if n in inside)
+    tested = head.reduced and not trained and not any(map(needs_gradient, left))
     if settings.logits == "keep" or (settings.logits == "auto" and tested):
         return {}
-    drop, inside = settings.logits == "drop", made_of(head.products)
     others = [n for n in output.all_input_nodes if n not in left]
     if any(n in inside and is_as_large(n, head.products) for n in others):
         return {}  # what the joint graph would not fuse

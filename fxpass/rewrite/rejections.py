@@ -23,6 +23,7 @@ from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region, regions
 from fxpass.graph.source import call_name, source_line
 from fxpass.rewrite.heads import (
     elements,
+    factors,
     is_multiplied,
     is_product,
     is_reduced,
@@ -109,8 +110,8 @@ def suspects_of(
             elif is_product(node) and region.plain and not is_multiplied(region, node):
                 wide = widens(node) and is_reduced(node)
                 if wide or takes_softmax(node):
-                    small = (too_small([node], least) or "") if wide else ""
-                    found.append(Suspect(node, names[node], names[node], node, small, wide))
+                    reason = _why(node, least if wide else 0)
+                    found.append(Suspect(node, names[node], names[node], node, reason, wide))
     return tuple(found)
 
 
@@ -138,9 +139,9 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
     nothing = not (fused or said)
     for one in (s for s in suspects if not s.is_loss and s.name not in fused | said):
         reason = one.reason
-        if one.name in by_name and (one.wide or nothing):
+        if one.name in by_name:
             reason = f"{by_name[one.name].place} {by_name[one.name].reason}".strip()
-        if reason:
+        if reason and (one.wide or nothing or one.node.op == "output"):
             yield Rejection(one.node, reason, _line(one), one.of)
 
 
@@ -170,8 +171,7 @@ def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Nod
     while todo:
         around, node = todo.pop()
         if is_product(node):
-            reason = _inside(around) or too_small([node], least) or ""
-            return node, node, reason
+            return node, node, _inside(around) or _why(node, least)
         outer = _given(around, node)
         if outer is None and node.op not in ("call_function", "call_method"):
             found = None, node, _not_computed_here(node)
@@ -180,6 +180,13 @@ def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Nod
         todo += reversed(sources)
         seen.update(n for _, n in sources)
     return found
+
+
+def _why(product: Node, least: float) -> str:
+    """Why a product is no head, as far as itself shows it."""
+    if not factors(product).shared:
+        return "its rows have more than one weight, or bias"
+    return too_small([product], least) or ""
 
 
 def _inside(region: Region) -> str:
