@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of, out_of_place, reads_values
@@ -25,6 +25,7 @@ from fxpass.graph.placements import placement_name
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
 from fxpass.plan.plan import size
+from fxpass.rewrite.copies import copied
 from fxpass.rewrite.heads import (
     bytes_of,
     columns,
@@ -64,6 +65,7 @@ class Deferred:
             are kept: what to do.
         mode: what became of the logits: ``defer`` or ``drop``.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
+        untouched: the graph as it was, where something is deferred.
     """
 
     matches: tuple[RegionMatch, ...] = ()
@@ -72,6 +74,7 @@ class Deferred:
     returned: Mapping[Node, str] = field(default_factory=dict)
     mode: str = "defer"
     restore: Restore = as_compiled
+    untouched: Graph | None = None
 
 
 @dataclass
@@ -122,15 +125,22 @@ def defer_logits(region: Region, settings: Settings, kept: Collection[str] = ())
             (reduced if head.reduced else alone).append(head)
         elif not head.reduced and any(map(needs_gradient, head.chains)):
             returned |= {n: _RETURNED.format(size(bytes_of(n))) for n in head.products}
-    restore = defer_outputs(region.module, recipes, drop=drop)
-    for node in sorted({n for h in (*alone, *reduced) for n in h.nodes}, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
-    region.module.recompile()
+    if not recipes:
+        return Deferred(returned=returned)
+    untouched = copied(graph)
+    try:
+        restore = defer_outputs(region.module, recipes, drop=drop)
+        for node in sorted({n for h in (*alone, *reduced) for n in h.nodes}, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
+        region.module.recompile()
+    except Exception:
+        region.module.graph = untouched
+        raise
     names = [frozenset(n.name for h in some for n in h.products) for some in (alone, reduced)]
     mode = "drop" if drop else "defer"
     matches = tuple(_match(head, mode) for head in alone)
-    return Deferred(matches, names[0] | names[1], names[1], returned, mode, restore)
+    return Deferred(matches, names[0] | names[1], names[1], returned, mode, restore, untouched)
 
 
 def _heads(chains: Mapping[Node, Chain]) -> list[_Head]:
