@@ -11,6 +11,7 @@ of nested graphs, and of heads that it does not look at::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ from fxpass.rewrite.heads import (
     widens,
 )
 from fxpass.rows.backend import Rewritten
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Suspect:
         name, product: the names of the node, and of the product that makes its logits, in the joint
             graph; empty if there is none.
         node, reason: why it is left, and where, as far as Dynamo's graph shows it.
-        wide: whether a product has many classes.
+        wide, small: whether a product has many classes, and whether its logits gain nothing.
     """
 
     of: Node
@@ -77,6 +80,7 @@ class Suspect:
     node: Node
     reason: str = ""
     wide: bool = False
+    small: bool = False
 
     @property
     def is_loss(self) -> bool:
@@ -110,8 +114,9 @@ def suspects_of(
             elif is_product(node) and region.plain and not is_multiplied(region, node):
                 wide = widens(node) and is_reduced(node)
                 if wide or takes_softmax(node):
-                    reason = _why(node, least if wide else 0)
-                    found.append(Suspect(node, names[node], names[node], node, reason, wide))
+                    small = wide and too_small([node], least) is not None
+                    of = node, names[node], names[node], node
+                    found.append(Suspect(*of, _why(node, least), wide, small))
     return tuple(found)
 
 
@@ -139,9 +144,12 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
     nothing = not (fused or said)
     for one in (s for s in suspects if not s.is_loss and s.name not in fused | said):
         reason = one.reason
-        if one.name in by_name:
+        returned = one.node.op == "output"
+        if one.name in by_name and not returned:
             reason = f"{by_name[one.name].place} {by_name[one.name].reason}".strip()
-        if reason and (one.wide or nothing or one.node.op == "output"):
+        if one.small:
+            log.debug("%s: %s", _line(one), reason)
+        elif reason and (one.wide or nothing or returned):
             yield Rejection(one.node, reason, _line(one), one.of)
 
 
