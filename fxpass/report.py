@@ -79,7 +79,7 @@ class Report:
     @property
     def logits_bytes(self) -> int:
         """Bytes of the logits that are not materialised, one copy in the linear's dtype."""
-        left = sum(m.logits_bytes for m in self.matches if m.logits_mode != "keep")
+        left = sum(match.logits_bytes for match in self.matches)
         return max(0, left - sum(computed.bytes for computed in self.computed))
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from fxpass.deferred.programs import Programs
 from fxpass.graph.calls import storage
@@ -26,6 +26,7 @@ from fxpass.graph.placements import placement_name
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
 from fxpass.plan.plan import size
+from fxpass.rewrite.copies import copied
 from fxpass.rewrite.heads import (
     bytes_of,
     columns,
@@ -64,6 +65,7 @@ class Deferred:
             are kept: what to do.
         mode: what became of the logits: ``defer`` or ``drop``.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
+        untouched: the graph as it was, where something is deferred.
     """
 
     matches: tuple[RegionMatch, ...] = ()
@@ -72,6 +74,7 @@ class Deferred:
     returned: Mapping[Node, str] = field(default_factory=dict)
     mode: str = "defer"
     restore: Restore = as_compiled
+    untouched: Graph | None = None
 
 
 @dataclass
@@ -125,15 +128,22 @@ def defer_logits(
             (reduced if head.reduced else alone).append(head)
         elif not head.reduced and any(map(needs_gradient, head.chains)):
             returned |= {n: _RETURNED.format(size(bytes_of(n))) for n in head.products}
-    restore = defer_outputs(region.module, recipes, drop=drop)
-    for node in sorted({n for h in (*alone, *reduced) for n in h.nodes}, reverse=True):
-        if not node.users:
-            graph.erase_node(node)
-    region.module.recompile()
+    if not recipes:
+        return Deferred(returned=returned)
+    untouched = copied(graph)
+    try:
+        restore = defer_outputs(region.module, recipes, drop=drop)
+        for node in sorted({n for h in (*alone, *reduced) for n in h.nodes}, reverse=True):
+            if not node.users:
+                graph.erase_node(node)
+        region.module.recompile()
+    except Exception:
+        region.module.graph = untouched
+        raise
     names = [frozenset(n.name for h in some for n in h.products) for some in (alone, reduced)]
     mode = "drop" if drop else "defer"
     matches = tuple(_match(head, mode) for head in alone)
-    return Deferred(matches, names[0] | names[1], names[1], returned, mode, restore)
+    return Deferred(matches, names[0] | names[1], names[1], returned, mode, restore, untouched)
 
 
 def _heads(chains: Mapping[Node, Chain]) -> list[_Head]:
@@ -162,10 +172,12 @@ def _recipes(
     output, left = region.module.graph.output_node(), head.chains
     # the loss is computed from the logits, which are not those of a training step, whose metrics
     # leave the graph before the loss
-    tested = head.reduced and not any(map(needs_gradient, (*head.products, *left)))
+    drop, inside = settings.logits == "drop", made_of(head.products)
+    trained = any(map(needs_gradient, head.products))
+    trained = trained and any(needs_gradient(n) for n in output.all_input_nodes if n in inside)
+    tested = head.reduced and not trained and not any(map(needs_gradient, left))
     if settings.logits == "keep" or (settings.logits == "auto" and tested):
         return {}
-    drop, inside = settings.logits == "drop", made_of(head.products)
     others = [n for n in output.all_input_nodes if n not in left]
     if any(n in inside and is_as_large(n, head.products) for n in others):
         return {}  # what the joint graph would not fuse

@@ -13,7 +13,7 @@ graph, which are taken out before, and for what a report says.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -80,17 +80,37 @@ def widens(node: Node) -> bool:
     return columns(node) > hidden_of(node) and columns(node) >= worth.LEAST_CLASSES
 
 
-def factors(product: Node) -> tuple[Node | None, list[Node]]:
-    """The factor of a product that has its rows, None where there is none, and the other operands,
-    which all rows share."""
+class Factors(NamedTuple):
+    """The operands of a product.
+
+    Attributes:
+        x: the factor that has its rows.
+        weight, bias: the others.
+    """
+
+    x: Node | None
+    weight: Node | None
+    bias: Node | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether all rows have the same weight and bias."""
+        pairs = ((self.weight, -2), (self.bias, -1))
+        sizes = [n for of, end in pairs if of is not None for n in value(of).shape[:end]]
+        return self.x is not None and all(hint(n) == 1 for n in sizes)
+
+
+def factors(product: Node) -> Factors:
+    """The operands of a product; all None for an einsum that is another."""
     function = function_of(product)
     operands = [n for n in _in_order(product) if is_tensor(n)]
     if function == "einsum":
         return _of_einsum(product)
+    if function in ("addmm", "baddbmm"):
+        return Factors(operands[1], operands[2], operands[0])
     if product.target == "__rmatmul__":
         operands.reverse()
-    x = 1 if function in ("addmm", "baddbmm") else 0  # behind the bias
-    return operands[x], operands[:x] + operands[x + 1 :]
+    return Factors(*operands[:3])
 
 
 def _in_order(node: Node) -> list[Any]:
@@ -102,18 +122,17 @@ def _in_order(node: Node) -> list[Any]:
     return [*node.args, *node.kwargs.values()]
 
 
-def _of_einsum(product: Node) -> tuple[Node | None, list[Node]]:
+def _of_einsum(product: Node) -> Factors:
     text, *rest = product.args
     given: list[Any] = list(rest[0]) if rest and isinstance(rest[0], tuple | list) else rest
     inputs, _, result = str(text).replace(" ", "").partition("->")
     letters = inputs.split(",")
-    if len(letters) != 2 or len(given) != 2 or not result:
-        return None, [n for n in given if is_tensor(n)]
-    for i, own in enumerate(letters):
-        other = letters[1 - i]
-        if own[:-1] == result[:-1] and sorted(other) == sorted(own[-1:] + result[-1:]):
-            return given[i], [given[1 - i]]
-    return None, given
+    if len(letters) == len(given) == 2 and result:
+        for i, own in enumerate(letters):
+            other = letters[1 - i]
+            if own[:-1] == result[:-1] and sorted(other) == sorted(own[-1:] + result[-1:]):
+                return Factors(given[i], given[1 - i])
+    return Factors(None, None)
 
 
 def is_reduced(node: Node) -> bool:

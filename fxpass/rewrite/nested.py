@@ -1,7 +1,7 @@
 """Calls of nested regions that have a head: their nodes become part of the graph around them.
 
-AOTAutograd enters checkpoints, custom functions and the contexts of ``torch.export``, but compiles a
-``torch.compiler.nested_compile_region`` on its own. In: Dynamo's graph. Out: the same graph, in
+AOTAutograd enters checkpoints, custom functions and the contexts of ``torch.export``, but compiles
+a ``torch.compiler.nested_compile_region`` on its own. In: Dynamo's graph. Out: the same graph, in
 which the nodes of such a region stand in the place of a call::
 
     %call = invoke_subgraph(%body, "head", %h, %w)    ->    %z = linear(%h, %w)

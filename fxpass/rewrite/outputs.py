@@ -98,10 +98,10 @@ def recipe_of(
     rows, whole = VIEW not in kinds, kinds <= {VIEW, CAST, PRODUCT}
     hidden, others = set[Node](), set[Node]()
     for product in products:
-        x, shared = factors(product)
-        hidden |= {n for n in given if n is x}
-        others |= {*shared}
-        rows = rows and x is not None and all(map(_is_shared, shared))
+        of = factors(product)
+        hidden |= {n for n in given if n is of.x}
+        others |= {n for n in (of.weight, of.bias) if n is not None}
+        rows = rows and of.shared
     # of linear(x, x), all rows are read
     hidden = hidden if hidden.isdisjoint(others) else set()
     beside = [n for n in given if is_tensor(n) and n not in hidden | others]
@@ -211,11 +211,6 @@ def _shape_of(node: Node, output: Node) -> Node:
         detached = node.graph.call_method("detach", (node,))
     detached.meta["example_value"] = value(node).detach()
     return detached
-
-
-def _is_shared(factor: Node) -> bool:
-    """Whether a factor of a product, or its bias, is the same for all rows."""
-    return value(factor).dim() <= 2 or math.prod(value(factor).shape[:-2]) == 1
 
 
 def _have_rows(hidden: Collection[Node], beside: Collection[Node], output: Tensor) -> bool:

@@ -11,6 +11,7 @@ of nested graphs, and of heads that it does not look at::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region, regions
 from fxpass.graph.source import call_name, source_line
 from fxpass.rewrite.heads import (
     elements,
+    factors,
     is_multiplied,
     is_product,
     is_reduced,
@@ -31,6 +33,8 @@ from fxpass.rewrite.heads import (
     widens,
 )
 from fxpass.rows.backend import Rewritten
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Suspect:
         name, product: the names of the node, and of the product that makes its logits, in the joint
             graph; empty if there is none.
         node, reason: why it is left, and where, as far as Dynamo's graph shows it.
-        wide: whether a product has many classes.
+        wide, small: whether a product has many classes, and whether its logits gain nothing.
     """
 
     of: Node
@@ -76,6 +80,7 @@ class Suspect:
     node: Node
     reason: str = ""
     wide: bool = False
+    small: bool = False
 
     @property
     def is_loss(self) -> bool:
@@ -109,8 +114,9 @@ def suspects_of(
             elif is_product(node) and region.plain and not is_multiplied(region, node):
                 wide = widens(node) and is_reduced(node)
                 if wide or takes_softmax(node):
-                    small = (too_small([node], least) or "") if wide else ""
-                    found.append(Suspect(node, names[node], names[node], node, small, wide))
+                    small = wide and too_small([node], least) is not None
+                    of = node, names[node], names[node], node
+                    found.append(Suspect(*of, _why(node, least), wide, small))
     return tuple(found)
 
 
@@ -138,9 +144,12 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
     nothing = not (fused or said)
     for one in (s for s in suspects if not s.is_loss and s.name not in fused | said):
         reason = one.reason
-        if one.name in by_name and (one.wide or nothing):
+        returned = one.node.op == "output"
+        if one.name in by_name and not returned:
             reason = f"{by_name[one.name].place} {by_name[one.name].reason}".strip()
-        if reason:
+        if one.small:
+            log.debug("%s: %s", _line(one), reason)
+        elif reason and (one.wide or nothing or returned):
             yield Rejection(one.node, reason, _line(one), one.of)
 
 
@@ -170,8 +179,7 @@ def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Nod
     while todo:
         around, node = todo.pop()
         if is_product(node):
-            reason = _inside(around) or too_small([node], least) or ""
-            return node, node, reason
+            return node, node, _inside(around) or _why(node, least)
         outer = _given(around, node)
         if outer is None and node.op not in ("call_function", "call_method"):
             found = None, node, _not_computed_here(node)
@@ -180,6 +188,13 @@ def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Nod
         todo += reversed(sources)
         seen.update(n for _, n in sources)
     return found
+
+
+def _why(product: Node, least: float) -> str:
+    """Why a product is no head, as far as itself shows it."""
+    if not factors(product).shared:
+        return "its rows have more than one weight, or bias"
+    return too_small([product], least) or ""
 
 
 def _inside(region: Region) -> str:

@@ -73,7 +73,7 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
             is known of it, or where another backend compiles it.
     """
     matches, rejections = list(outcome.deferred.matches), list[Rejection]()
-    if outcome.later and not made:
+    if not made and any(not suspect.reason for suspect in outcome.suspects):
         log.info("the joint graph is of a cache, or of another backend")
     try:
         for one in made:

@@ -26,7 +26,6 @@ from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.rewrite import dump
-from fxpass.rewrite.copies import copied
 from fxpass.rewrite.defer import Deferred, defer_logits
 from fxpass.rewrite.heads import may_be_large
 from fxpass.rewrite.inference import without_inference_mode
@@ -52,11 +51,10 @@ class Outcome:
         kernels: the launches of Triton kernels on a GPU, of the joint graphs.
         nodes: of the rewritten graph, by the names that AOTAutograd's graphs have.
         before: the graph as text, where it is dumped or traced.
-        untouched: the graph before logits were deferred; None if none were.
     """
 
     casts: tuple[Cast, ...]
-    deferred: Deferred = Deferred()
+    deferred: Deferred = field(default_factory=Deferred)
     suspects: tuple[Suspect, ...] = ()
     later: tuple[str, ...] = ()
     heads: tuple[RegionMatch, ...] = ()
@@ -64,7 +62,6 @@ class Outcome:
     kernels: tuple[Any, ...] = ()
     nodes: Mapping[str, Node] = field(default_factory=dict)
     before: str = ""
-    untouched: Graph | None = None
 
     @property
     def restore(self) -> Restore:
@@ -93,9 +90,9 @@ def transform(
         without_inference_mode(region)
         casts += cast_region(region, settings.mixed_dtypes)
     outcome = Outcome(tuple(casts), before=before)
-    if not _sized_as_traced(gm.graph, inputs):
-        return replace(outcome, nodes=name_nodes(gm))
     with _without_guards(gm):
+        if not _sized_as_traced(gm.graph, inputs):
+            return _deferred(gm, outcome, replace(settings, logits="keep"))
         plain = [region for region in regions(gm) if region.plain and not region.backward]
         inlined = [inline_heads(region, settings.min_logits_mb) for region in plain]
         if inlined[0] and any(map(written, gm.graph.nodes)):
@@ -119,8 +116,8 @@ def without_deferring(
         settings, programs: as before.
         kept: the names of products whose logits are not deferred now.
     """
-    assert old.untouched is not None
-    gm.graph = old.untouched
+    assert old.deferred.untouched is not None
+    gm.graph = old.deferred.untouched
     with _without_guards(gm):
         return _deferred(gm, old, settings, programs, kept)
 
@@ -133,22 +130,18 @@ def _deferred(
     kept: Collection[str] = (),
 ) -> Outcome:
     """Defers logits that leave, and notes what the joint graph may fuse."""
-    untouched, deferred = copied(gm.graph), Deferred()
+    deferred, suspects, least = Deferred(), (), settings.min_logits_mb
     try:
         deferred = defer_logits(Region(gm), settings, programs, kept)
     except Exception:  # an unforeseen program runs without the rewrite
         log.warning("the search for logits that leave failed", exc_info=True)
-        gm.graph, untouched = untouched, gm.graph
-        gm.recompile()
     nodes = name_nodes(gm)
-    return replace(
-        outcome,
-        deferred=deferred,
-        suspects=suspects_of(gm, nodes, deferred.returned, settings.min_logits_mb),
-        later=tuple(n for n, node in nodes.items() if may_be_large(node, settings.min_logits_mb)),
-        nodes=nodes,
-        untouched=untouched if deferred.needed else None,
-    )
+    try:
+        suspects = suspects_of(gm, nodes, deferred.returned, least)
+    except Exception:  # a report is not worth a program
+        log.warning("the search for losses failed", exc_info=True)
+    later = tuple(name for name, node in nodes.items() if may_be_large(node, least))
+    return replace(outcome, deferred=deferred, suspects=suspects, later=later, nodes=nodes)
 
 
 def _sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:

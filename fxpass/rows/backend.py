@@ -246,13 +246,14 @@ class RowsPass:
     def _decomposed(self, module: GraphModule) -> GraphModule:
         """The rewritten graph, of what Inductor makes of it before; the graph itself, if there is
         no call in it."""
-        if not may_have_heads(module.graph, self.least_mb) or _raises(module.graph):
-            self._check(module.graph)
-            return module
-        try:
-            found = decomposed(module)
-        except Exception:  # of dtypes that no kernel multiplies
-            log.debug("no decomposition", exc_info=True)
+        found = module
+        if may_have_heads(module.graph, self.least_mb) and not _raises(module.graph):
+            try:
+                found = decomposed(module)
+            except Exception:  # of dtypes that no kernel multiplies
+                log.debug("no decomposition", exc_info=True)
+        if found is module:
+            self.made.append(Rewritten(graph=module))
             self._check(module.graph)
             return module
         self.rewrite(found)

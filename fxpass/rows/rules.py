@@ -292,11 +292,12 @@ class Rules:
         """
         found = RULES.get(node.target) or RULES.get(packet(node))
         tags = getattr(node.target, "tags", ())
-        if found is None and torch.Tag.pointwise in tags:  # what is drawn is drawn once
-            found = RULES[A.clone] if torch.Tag.nondeterministic_seeded not in tags else None
+        drawn = torch.Tag.nondeterministic_seeded in tags
+        if found is None and torch.Tag.pointwise in tags and not drawn:
+            found = RULES[A.clone]
         try:
-            if found is None:
-                raise Stop("has no rule for rows")
+            if found is None:  # what is drawn is drawn once
+                raise Stop("draws random numbers" if drawn else "has no rule for rows")
             self.plans[node] = found(self, node, want)
         except Stop as stop:
             stop.node = stop.node or node

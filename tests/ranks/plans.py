@@ -57,7 +57,7 @@ def llama(gathers: bool, logits: str = "", trains: bool = True) -> Case:
         return (f"gather:{whole_logits // 2}" in sent.split()) == gathers
 
     whole_logits = ids().numel() * tiny.V * 4
-    left, dropped = "the logits, or what is made of them (%logits), leave", "(logits dropped"
+    left, dropped = "leaves the graph with its classes", "(logits dropped"
     return Case(
         step=step,
         alone=in_one,

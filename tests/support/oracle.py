@@ -48,7 +48,6 @@ class Outcome:
     Attributes:
         becomes: what it is fused as.
         calls: of the fused operator.
-        kept: whether the logits of a head are kept for another node.
         left: the functions that make tensors of the logits' size outside of the operator.
         reasons: why something is not fused, graph breaks among them.
         computed: deferred logits that the program computed.
@@ -57,7 +56,6 @@ class Outcome:
 
     becomes: str
     calls: int = 0
-    kept: bool = False
     left: str = ""
     reasons: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
@@ -121,7 +119,6 @@ def _outcome(row: Row, way: Way) -> Outcome:
     return Outcome(
         RAISES if isinstance(eager, Exception) else becomes,
         calls=sum(len(match.calls) for match in matches),
-        kept=any(match.logits_mode == "keep" for match in matches),
         left=", ".join(name if n == 1 else f"{n} {name}" for name, n in large.items()),
         reasons=(*(r.reason for r in records if isinstance(r, Rejection)), *graphs.breaks),
         computed=tuple(map(str, computed)),

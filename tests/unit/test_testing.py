@@ -50,7 +50,7 @@ def test_assert_fused_fails_with_the_report(fn, losses):
 
 
 def test_a_miss_says_why():
-    with pytest.raises(AssertionError, match=r"%cumsum \(cumsum\) \(aten.cumsum works along rows"):
+    with pytest.raises(AssertionError, match=r"aten.cumsum at \S+ works along rows"):
         testing.assert_fused(with_cumsum, *INPUTS)
 
 

@@ -50,9 +50,9 @@ ROWS = becoming((
         "input=torch.logsumexp(keepdim=True, dim=-1, input=z)).sum() * 0 "
         "+ F.cross_entropy(z, labels)"),
     Row("einsum of a diagonal", "F.cross_entropy(torch.einsum('nn,vn->nv', x[:D], weight), labels[:D])",
-        NOTHING, "einsum"),
+        NOTHING, "more than one weight"),
     Row("einsum of a stretched dimension",
-        "F.cross_entropy(torch.einsum('nd,vd->nv', x[:, :1], weight), labels)", NOTHING, "einsum"),
+        "F.cross_entropy(torch.einsum('nd,vd->nv', x[:, :1], weight), labels)", NOTHING, "more than one weight"),
     # an index counts from the end; gather and cross_entropy have no such labels
     Row("negative labels that a mask removes later",
         "labels = torch.where(rows, labels, torch.where(labels < 9, -1, -V)); "
@@ -69,7 +69,7 @@ ROWS = becoming((
         "-z.log_softmax(-1)[torch.arange(N), labels].mean()",
         RAISES, never=("exported", "made")),
     Row("float8 on the way", "F.cross_entropy(z.to(torch.float8_e5m2).float(), labels)",
-        NOTHING, "8 bits", trained=()),
+        NOTHING, "float8", trained=()),
     # log priors in f32, and a constant before another: what is added is not rounded
     *(Row(f"added to logits that are cast up from {str(dtype)[6:]}",
           "p = 5 * bias.float() - 30; y = (z.float() + p + 100.3) - temperature.float() * p; "

@@ -174,7 +174,7 @@ ROWS = becoming((
         "s[:, :2][torch.arange(2), torch.arange(2)[:, None], labels[:4].view(2, 2)]"),
     square("index tensors that are not adjacent",
         "F.cross_entropy(z[None][torch.zeros(4).long(), :, labels[:1]], labels[:4])",
-        NOTHING, "takes classes in a way that is not known"),
+        NOTHING, "indexes in a way that is not known"),
     square("the largest logits alone",
         "z.masked_fill(z < z.detach().topk(3).values[..., -1:], -9).logsumexp(-1)", REGION),
     masked_rows("masked rows", "(1 - rows.float()) * LOWEST"),
@@ -190,7 +190,7 @@ ROWS = becoming((
         dynamo={"capture_scalar_outputs": True}, never=("made", "made before autograd")),
     square("classes by a mask",
         "some = torch.arange(len(weight)) % 2 == 0; F.cross_entropy(z[..., some], labels // 2)",
-        NOTHING, "fails on a chunk of rows",
+        NOTHING, "is indexed by a mask",
         dynamo={"capture_dynamic_output_shape_ops": True}),
     # ---- arithmetic
     square("small integers that are given",
@@ -237,7 +237,7 @@ ROWS = becoming((
       for name, (text, becomes) in INCREASING.items()),
     # ---- writes
     square("an item that is written", "y = z * 1; y[0] = 0; F.cross_entropy(y, labels)",
-        NOTHING, "assigns to rows"),
+        NOTHING, "has no operand with rows"),
     square("written, and read before",
         "y = z * 1; largest = y.detach(); y.mul_(2); F.cross_entropy(y, labels) + largest.amax()",
         ways=EVALUATED),
@@ -262,11 +262,11 @@ ROWS = becoming((
         "F.cross_entropy(F.embedding(labels, x), labels)", NOTHING, "its logits enter the graph"),
     square("logits from outside", "F.cross_entropy(x, labels) + z.logsumexp(-1).mean()"),
     square("addmm of a matrix", "F.cross_entropy(torch.addmm(teacher, x, weight.t()), labels)",
-        NOTHING, "is no product of rows with classes"),
+        NOTHING, "more than one weight, or bias"),
     square("a weight per batch",
         "h = torch.stack([x, second_x]); w = torch.stack([weight, weight * 2]); "
         "F.cross_entropy(torch.matmul(h, w.mT).flatten(0, 1), labels.repeat(2))",
-        NOTHING, "is no product of rows with classes"),
+        NOTHING, "more than one weight, or bias"),
     square("an einsum that sums rows",
         "h = torch.stack([x, second_x]); "
         "F.cross_entropy(torch.einsum('bnd,vd->bv', h, weight), labels[:2])", REGION, left="cat"),

@@ -74,7 +74,7 @@ ROWS = (
     Row("classes first", "z = weight @ x.t(); F.cross_entropy(z.cumsum(0).t(), labels)", REGION,
         of="image heads"),
     Row("rows reversed and put together", "_top_mass(torch.cat([s, s.flip(1)]))",
-        NOTHING, reason="cat joins rows of several tensors", of="bidirectional models"),
+        NOTHING, reason="joins rows of several tensors", of="bidirectional models"),
     Row("rows repeated for each candidate",
         "y = z[:, None].expand(-1, 5, -1).log_softmax(-1); "
         "y.gather(-1, candidates[..., None])[..., 0]", REGION,
