@@ -57,8 +57,8 @@ def given_in(expr: Expr) -> tuple[int, ...]:
 
 @functools.cache
 def derivative(expr: Expr) -> Expr:
-    """d expr / dz, exactly. Where a branch has slope zero, it is zero even if other factors overflow:
-    autograd too selects zero there, and does not multiply by zero."""
+    """d expr / dz, exactly. Where a branch has slope zero, it is zero even if other factors
+    overflow: autograd too selects zero there, and does not multiply by zero."""
     return _without_rounding(masked(sympy.diff(expr, Z)))
 
 
