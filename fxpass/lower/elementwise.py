@@ -37,7 +37,7 @@ from fxpass.lower.records import (
     symbols_of,
 )
 from fxpass.lower.sums import summed
-from fxpass.spec.dtypes import short
+from fxpass.spec.dtypes import held, short
 from fxpass.spec.functions import exact
 
 
@@ -219,6 +219,8 @@ def _made(found: Reading, node: Node, dim: int, whole: torch.Tensor) -> Any:
         wide = ([s for s in sizes_of(n) if not same(s, 1)] for n in (source, node))
         if name in ("_softmax", "_log_softmax") or not alike(*wide):
             raise Unknown(f"has an operand that {name} makes")
+        if name == "_to_copy" and not _keeps(source, node):
+            raise Unknown("has an operand that a cast changes")
         return expr_of(found, source, class_dim(source), source.meta["val"])
     spellings = [t[name] for t in (POINTWISE, MASKS) if name in t]
     if not spellings:
@@ -229,10 +231,15 @@ def _made(found: Reading, node: Node, dim: int, whole: torch.Tensor) -> Any:
 
 def _number(node: Node) -> Any:
     """The number that a tensor of one number is made of."""
+    casts: list[torch.dtype] = []
     while name_of(node) in (*_SAME_VALUES, "select", "slice"):
+        casts += [node.meta["val"].dtype] * (name_of(node) == "_to_copy")
         node = node.args[0]  # pyright: ignore[reportAssignmentType]
     if name_of(node) in ("scalar_tensor", "full"):
-        number = node.args[0 if name_of(node) == "scalar_tensor" else 1]
+        number: Any = node.args[0 if name_of(node) == "scalar_tensor" else 1]
+        made = node.meta["val"].dtype
+        for dtype in (made, *reversed(casts)) if casts or not made.is_floating_point else ():
+            number = held(number, dtype)
         if number == -math.inf:
             return sympy.S.NegativeInfinity
         if isinstance(number, int | float) and math.isfinite(number):
@@ -242,6 +249,12 @@ def _number(node: Node) -> Any:
 
 _SAME_VALUES = ("view", "unsqueeze", "squeeze", "detach", "alias", "clone", "expand", "_to_copy")
 _SAME_VALUES += ("reshape", "_unsafe_view")
+
+
+def _keeps(source: Node, node: Node) -> bool:
+    """Whether a cast keeps numbers, or rounds them: not from 2.7 to 2, nor to True."""
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    return new.is_floating_point or new == old or old == torch.bool
 
 
 def _given(node: Node) -> tuple[int, Node | None]:

@@ -33,7 +33,7 @@ from fxpass.lower.records import (
 )
 from fxpass.lower.slopes import coefficients
 from fxpass.lower.tables import Tables
-from fxpass.region.run import Values, apart
+from fxpass.region.run import values_of
 from fxpass.region.text import results_of
 from fxpass.spec import expression
 from fxpass.spec.expression import Z
@@ -93,7 +93,7 @@ def formula_of(graph: Graph) -> Formula:
     Raises:
         Unknown: it has none.
     """
-    values = apart(lambda: Values(graph))
+    values = values_of(graph)
     for node, value in values.results.items():
         node.meta["val"] = value
     places = graph.find_nodes(op="placeholder")

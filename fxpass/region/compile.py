@@ -25,7 +25,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
-from fxpass.region.run import Fakes, Interpreter, Values, apart
+from fxpass.region.run import Fakes, Interpreter, apart, values_of
 from fxpass.region.steps import Step, steps_of
 from fxpass.region.text import graph_of, is_on_ranks, results_of
 from fxpass.region.trace import EQUAL, traced
@@ -151,7 +151,7 @@ def _misrounded(graph: fx.Graph, device: torch.device) -> bool:
     """
     if device.type != "cpu" or torch.__version__ >= "2.13":
         return False
-    values = apart(lambda: Values(graph))
+    values = values_of(graph)
     read = [n for node in graph.nodes if node.target in EQUAL for n in node.all_input_nodes]
     return any(n in values.tensors and values.dtype(n) in LOW_PRECISION for n in read)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.region.run import Values, apart, is_view, makes
+from fxpass.region.run import Values, is_view, makes, values_of
 from fxpass.region.text import graph_of, results_of
 from fxpass.spec.dtypes import LOW_PRECISION
 
@@ -49,7 +49,7 @@ def row_bytes(graph: Graph, heads: int, compiled: bool) -> int:
     Operands and what comes from forward are not scratch, and not counted. Compiled code is counted
     from above: Inductor may fuse more than is assumed.
     """
-    values = apart(lambda: Values(graph))
+    values = values_of(graph)
     nodes = list(graph.nodes)
     at = {node: index for index, node in enumerate(nodes)}
     owner = {node: _owner(node) for node in nodes}

@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch.fx import Graph
 
-from fxpass.region.run import Values, apart
+from fxpass.region.run import values_of
 from fxpass.region.text import Input, graph_of, is_on_ranks, lines_of, results_of
 from fxpass.spec.dtypes import compute_dtype
 
@@ -88,8 +88,7 @@ class Loop:
     @cached_property
     def results(self) -> tuple[Input, ...]:
         """Dtypes and sizes of the results of a chunk."""
-        values = apart(lambda: Values(self.graph))
-        return tuple(map(values.described, results_of(self.graph)))
+        return tuple(map(values_of(self.graph).described, results_of(self.graph)))
 
     def dtype(self, i: int) -> torch.dtype:
         """The dtype in which a result leaves the loop."""

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch.fx.node import map_arg
 
 from fxpass.region.text import Input, graph_of, results_of
 
-__all__ = ["Fakes", "Interpreter", "apart", "graph_of"]
+__all__ = ["Fakes", "Interpreter", "apart", "graph_of", "values_of"]
 
 _ROWS = 256  # of the fake values
 T = TypeVar("T")
@@ -175,6 +176,12 @@ class Values:
         """Values of a tensor for each row; 0 if their number does not depend on the rows."""
         number: Any = tensor.numel()
         return 0 if isinstance(number, int) else self.fakes.at_hints(number) // _ROWS
+
+
+@lru_cache(maxsize=64)
+def values_of(graph: Graph) -> Values:
+    """What is known of the values of a graph that nothing changes any more: several ask."""
+    return apart(lambda: Values(graph))
 
 
 def is_view(node: Node) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.region.loop import Loop
-from fxpass.region.run import Values, apart, is_view
+from fxpass.region.run import Values, apart, is_view, values_of
 from fxpass.region.text import Input, results_of
 from fxpass.region.trace import between
 
@@ -117,7 +117,7 @@ class _Splitter:
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.graph = loop, loop.graph
-        self.values = Values(loop.graph)
+        self.values = values_of(loop.graph)
         places = self.graph.find_nodes(op="placeholder")
         self.given = [places[i] for i in loop.rows]
         self.shared = [p for i, p in enumerate(places) if i not in loop.rows]

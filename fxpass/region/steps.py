@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.region.run import Values, apart, is_view
+from fxpass.region.run import Values, is_view, values_of
 from fxpass.region.text import graph_of, is_collective, results_of
 from fxpass.region.trace import between
 
@@ -54,7 +54,7 @@ def steps_of(graph: Graph) -> list[Step]:
     Raises:
         ValueError: a value that is handed on has a size that is no size of an input.
     """
-    values = apart(lambda: Values(graph))
+    values = values_of(graph)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _is_size(n, values)]
     groups = [list(some) for _, some in groupby(calls, is_collective)]
     place = {node: i for i, some in enumerate(groups) for node in some}

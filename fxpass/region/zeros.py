@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fxpass.region.loop import Loop
-from fxpass.region.run import Interpreter, Values, apart, is_view
+from fxpass.region.run import Interpreter, apart, is_view, values_of
 from fxpass.region.text import results_of
 from fxpass.region.trace import between
 
@@ -129,7 +129,7 @@ class _Finder:
     """Finds the factors of the values of one loop."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.values = loop, Values(loop.graph)
+        self.loop, self.values = loop, values_of(loop.graph)
         self.places = places = loop.graph.find_nodes(op="placeholder")
         self.given = {places[i] for i in loop.rows}
         # values that no logits are read for, nor rows of several values

@@ -92,7 +92,7 @@ def transform(
     outcome = Outcome(tuple(casts), before=before)
     with _without_guards(gm):
         if not _sized_as_traced(gm.graph, inputs):
-            return _deferred(gm, outcome, replace(settings, logits="keep"))
+            return _deferred(gm, outcome, replace(settings, logits="keep"), programs)
         plain = [region for region in regions(gm) if region.plain and not region.backward]
         inlined = [inline_heads(region, settings.min_logits_mb) for region in plain]
         if inlined[0] and any(map(written, gm.graph.nodes)):

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from fxpass.rows.sizes import is_one, is_tensor, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View, letter_of, others
+from fxpass.spec.dtypes import held
 
 A: Any = torch.ops.aten
 P: Any = torch.ops.prims
@@ -329,7 +330,8 @@ def fill(node: Node, tagged: Container[Node] = ()) -> Any:
         return 1
     source: Any = node.args[0] if node.args else None
     if found in _SAME and is_tensor(source) and source not in tagged:
-        return fill(source, tagged)
+        number, dtype = fill(source, tagged), value(source).dtype
+        return number if value(node).dtype == dtype else held(number, dtype)
     return None
 
 

@@ -85,5 +85,8 @@ def shape(node: Node) -> tuple[Any, ...]:
 
 
 def packet(node: Node) -> Any:
-    """The packet of an ATen call, such as ``aten.add``; else the target."""
+    """The packet of an ATen call, such as ``aten.add``; else the target, and that of a view of bits
+    in another dtype, which is no view of the same numbers."""
+    if node.target is torch.ops.aten.view.dtype:
+        return node.target
     return getattr(node.target, "overloadpacket", node.target)

@@ -9,6 +9,7 @@ In: the dtype of the operands. Out: another dtype::
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 LOW_PRECISION = {torch.float16, torch.bfloat16}
 
@@ -21,6 +22,17 @@ def short(dtype: torch.dtype) -> str:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, exponentials and losses: f64 for f64, f32 for everything smaller."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def held(number: float | None, dtype: torch.dtype) -> float | None:
+    """A number as a tensor of a dtype has it: 2.7 is 2 in int64; None if the dtype has it not."""
+    if not isinstance(number, bool | int | float):
+        return None
+    try:
+        with _disable_current_modes():
+            return torch.full((), number, dtype=dtype, device="cpu").item()
+    except (RuntimeError, OverflowError):  # below 0 in uint8, nan in int64
+        return None
 
 
 def gradient_dtype(dtype: torch.dtype, unrounded: bool = False) -> torch.dtype:

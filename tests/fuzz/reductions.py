@@ -315,11 +315,11 @@ torch.linalg.vector_norm(({z}.detach() > 0.5).float(), 0)
 
 # Of rows and another dimension, as large as one of the rows: some meet it with rows.
 COINCIDING = lines("""
-({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1)[..., None, None]).sigmoid().mean(-1)
-({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).sigmoid().mean(-1)
+({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2], dtype=torch.float64).float().view(-1, 1) - {last}.logsumexp(-1)[..., None, None]).sigmoid().mean(-1)
+({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2], dtype=torch.float64).float().view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).sigmoid().mean(-1)
 ({last}.unsqueeze(-2) + torch.arange({last}.shape[0]).view(-1, 1) * {last}.mean(-1, keepdim=True)).tanh().sum(-1)
 ({last}.unsqueeze(0) - {last}.unsqueeze(1)).abs().mean(-1)
-({last}[:1].unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).tanh().mean(-1)
+({last}[:1].unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2], dtype=torch.float64).float().view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).tanh().mean(-1)
 """)
 ARGUMENTS = {
     "reduction": ("'none'", "'mean'", "'sum'"),
@@ -358,15 +358,15 @@ LINEAR = lines("""
 -({r} * {row}).mean()
 ({r} * {mask}).sum() / {mask}.sum().clamp_min(1)
 {r}.flatten()[::2].sum()
-({r} * torch.linspace(-1, 1, {r}.numel()).view({r}.shape)).sum()
-{r}.float().masked_fill(torch.linspace(-1, 1, {r}.numel()).view({r}.shape) > 0, 0.25).sum() / 3
-torch.where(torch.linspace(-1, 1, {r}.numel()).view({r}.shape) > 0, {r}.float(), 0.5).mean()
+({r} * torch.linspace(-1, 1, {r}.numel(), dtype=torch.float64).float().view({r}.shape)).sum()
+{r}.float().masked_fill(torch.linspace(-1, 1, {r}.numel(), dtype=torch.float64).float().view({r}.shape) > 0, 0.25).sum() / 3
+torch.where(torch.linspace(-1, 1, {r}.numel(), dtype=torch.float64).float().view({r}.shape) > 0, {r}.float(), 0.5).mean()
 torch.stack([{r}.float(), {r}.float() * 2]).sum()
-torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))
+torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel(), dtype=torch.float64).to({r}.dtype))
 ({r}.float() + torch.sign({r}.float() + 0.37)).sum()
 ({r}.float() + {r}.detach().float()).sum()
 ({r}.float() * class_weight[1]).sum()
-({r}.float() * torch.logspace(0, -44, {r}.numel()).view({r}.shape)).sum()
+({r}.float() * torch.logspace(0, -44, {r}.numel(), dtype=torch.float64).float().view({r}.shape)).sum()
 """)
 # Whose gradients depend on the rows.
 NONLINEAR = lines("""

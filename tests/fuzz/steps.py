@@ -199,6 +199,12 @@ torch.special.entr({z})
 {z} * (1 - {q})
 {z}.exp()
 {z} * {z}.detach()
+{z} * torch.full_like({z}, 2.7).int().to({z}.dtype)
+{z} * torch.full(({v},), 1.7).view({class1}).long()
+{z} + {g}.int().to({z}.dtype)
+{z} * {row1}.int()
+{z} - {z}.amax({d}, keepdim=True).detach().int()
+{z} * {q}.bool().to({z}.dtype)
 """)
 
 # Along the classes, and classes again.
