@@ -29,6 +29,7 @@ from fxpass.rows.powers import ONE, Power
 from fxpass.rows.regions import Found, Part
 from fxpass.rows.rules import A, P, Rules
 from fxpass.rows.sizes import hint, is_tensor, keys, packet, shape, value
+from fxpass.rows.softmaxes import taken_apart
 from fxpass.rows.tangents import degrees
 from fxpass.spec.dtypes import LOW_PRECISION
 
@@ -144,6 +145,11 @@ class _Emitter:
             result.meta["val"] = node.meta["val"]
             _reshaped(result)
         self._keep_what_is_written()
+        for node in list(self.graph.nodes):
+            made = taken_apart(outer.call, node) if node not in self.found.inside else None
+            if made is not None:
+                made.meta = node.meta | {"val": made.meta["val"]}
+                node.replace_all_uses_with(made)
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
         inside = self.found.inside  # FX calls a wait for other ranks an effect

@@ -1,6 +1,7 @@
 """Softmaxes that decompositions have taken apart, put together again.
 
-In: a graph. Out: the graph, changed in place. A formula is read of these, and rounds as they do::
+In: a graph. Out: the graph, changed in place. A formula is read of these, and rounds as they do.
+Those that no region has are taken apart again: Inductor takes no other::
 
     d = z - amax(z);  d - log(sum(exp(d)))    _log_softmax(z)
     d = z - amax(z);  exp(d) / sum(exp(d))    _softmax(z)
@@ -10,6 +11,7 @@ In: a graph. Out: the graph, changed in place. A formula is read of these, and r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -38,6 +40,36 @@ def softmaxes(graph: Graph) -> None:
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
+
+
+def taken_apart(call: Callable[..., Node], node: Node) -> Node | None:
+    """What a node of :func:`softmaxes` computes, of the operations that were put together; None for
+    another node.
+
+    Args:
+        call: makes a node of a target and its arguments.
+    """
+    if node.target not in (A._log_softmax.default, A._softmax.default, A.logsumexp.default):
+        return None
+    z, dim, keep = node.args
+    dims = dim if node.target is A.logsumexp.default else [dim]
+    largest = call(A.amax.default, z, dims, True)
+    if node.target is A.logsumexp.default:
+        infinite = call(A.eq.Scalar, call(A.abs.default, largest), math.inf)
+        like = {"dtype": value(node).dtype, "device": value(node).device}
+        zero = call(A.scalar_tensor.default, 0, **like)
+        finite = call(A.where.self, infinite, zero, largest)
+        total = call(
+            A.sum.dim_IntList, call(A.exp.default, call(A.sub.Tensor, z, finite)), dims, keep
+        )
+        finite = finite if keep else call(A.squeeze.dims, finite, dims)
+        return call(A.add.Tensor, call(A.log.default, total), finite)
+    shifted = call(A.sub.Tensor, z, largest)
+    terms = call(A.exp.default, shifted)
+    total = call(A.sum.dim_IntList, terms, dims, True)
+    if node.target is A._softmax.default:
+        return call(A.div.Tensor, terms, total)
+    return call(A.sub.Tensor, shifted, call(A.log.default, total))
 
 
 def _is(node: Any, target: Any) -> bool:

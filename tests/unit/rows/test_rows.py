@@ -173,12 +173,16 @@ def test_inductor(tmp_path, monkeypatch):
         assert counters["aot_autograd"]["autograd_cache_hit"] == 2 * again
 
 
-# Views of rows, a number, rows that are chosen, and fp16, whose tangents have a power of two.
+# Views of rows, a number, rows that are chosen, and fp16, whose tangents have a power of two;
+# softmaxes of something else.
 AROUND = (
     "F.cross_entropy(z.view(B, T, V)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())",
     "z.flip(0).logsumexp(-1).square().sum()",
     "z[labels % 7].softmax(-1).square().sum()",
     "z.view(B, T, V)[:, -1].softmax(-1).amax(-1).sum()",
+    "F.cross_entropy(F.linear((x @ x.t()).softmax(-1) @ x, weight), labels)",
+    "F.cross_entropy(z, labels) + (x.log_softmax(-1) * x.logsumexp(-1, True)).sum()",
+    "F.cross_entropy(z, labels) + x.logsumexp(-1).sum()",
 )
 
 
