@@ -9,6 +9,7 @@ text of Dynamo's graph and the key of the pass::
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -18,12 +19,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import sympy
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
 from fxpass.graph.text import graph_text
 from fxpass.rows.backend import Rewritten, RowsPass
+from fxpass.spec import expression
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +48,21 @@ def remembering(gm: GraphModule, rows: RowsPass) -> Iterator[None]:
         log.debug("%s", place, exc_info=True)
 
 
+class _Pickler(pickle.Pickler):
+    """Writes the expressions of a formula as text: their classes have no names."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, sympy.Basic):
+            return expression.parse, (expression.text(obj),)  # type: ignore[arg-type]
+        return NotImplemented
+
+
 def _write(place: Path, made: list[Rewritten]) -> None:
     """Writes a file that other processes see whole, or not at all."""
+    content = io.BytesIO()
+    _Pickler(content).dump(made)
     place.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(handle, "wb") as file:
-        pickle.dump(made, file)
+        file.write(content.getvalue())
     os.replace(name, place)

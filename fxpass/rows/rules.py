@@ -293,11 +293,11 @@ class Rules:
         """
         found = RULES.get(node.target) or RULES.get(packet(node))
         tags = getattr(node.target, "tags", ())
-        drawn = torch.Tag.nondeterministic_seeded in tags
+        drawn = torch.Tag.nondeterministic_seeded in tags  # once, not for each chunk
         if found is None and torch.Tag.pointwise in tags and not drawn:
             found = RULES[A.clone]
         try:
-            if found is None:  # what is drawn is drawn once
+            if found is None:
                 raise Stop("draws random numbers" if drawn else "has no rule for rows")
             self.plans[node] = found(self, node, want)
         except Stop as stop:
