@@ -292,10 +292,8 @@ class Rules:
             Stop: there is no rule, or the rule says no.
         """
         found = RULES.get(node.target) or RULES.get(packet(node))
-        tags = getattr(node.target, "tags", ())
-        drawn = torch.Tag.nondeterministic_seeded in tags  # once, not for each chunk
-        if found is None and torch.Tag.pointwise in tags and not drawn:
-            found = RULES[A.clone]
+        drawn = torch.Tag.nondeterministic_seeded in (tags := getattr(node.target, "tags", ()))
+        found = found or (RULES[A.clone] if torch.Tag.pointwise in tags and not drawn else None)
         try:
             if found is None:
                 raise Stop("draws random numbers" if drawn else "has no rule for rows")
