@@ -85,7 +85,6 @@ def add_products(
     classes: int,
     add: bool,
     scratch: Scratch,
-    inverse: Tensor | None = None,
 ) -> None:
     """The products with the gradient of a chunk's logits.
 
@@ -97,10 +96,9 @@ def add_products(
         multiplied: the dtype of the products.
         classes: of a product, if something is cast or added to a wider sum.
         add: whether the totals are read; else they are overwritten.
-        inverse: 0-dim, by which what is written to ``rows`` is multiplied; None is 1.
     """
     copied = gradient.dtype != multiplied
-    places = [_unrounded(out, multiplied, inverse) for out, _ in rows]
+    places = [_unrounded(out, multiplied) for out, _ in rows]
     if not copied:
         for place, (_, weight) in zip(places, rows, strict=True):
             add_product(place, gradient, weight, add=False)
@@ -116,16 +114,14 @@ def add_products(
         for total, operand in sums:
             add_product(part_of(total, some), g.t(), operand, add=add)
     for place, (out, _) in zip(places, rows, strict=True):
-        if inverse is not None:
-            place.mul_(inverse)
         if place is not out:
             out.copy_(place)
 
 
-def _unrounded(out: Tensor, multiplied: torch.dtype, inverse: Tensor | None) -> Tensor:
+def _unrounded(out: Tensor, multiplied: torch.dtype) -> Tensor:
     """Where the product goes that is to be written to ``out``: to ``out``, if it is not rounded
     twice there."""
     wide = compute_dtype(out.dtype)
-    if out.dtype == wide or (out.dtype == multiplied and inverse is None):
+    if out.dtype in (wide, multiplied):
         return out
     return torch.empty_like(out, dtype=wide)

@@ -38,7 +38,7 @@ from fxpass.lower.records import (
 from fxpass.spec.functions import Where
 
 
-def is_hot(found: Reading, node: Node, logits: Node) -> bool:
+def is_hot(node: Node, logits: Node) -> bool:
     """Whether a node that reads no logits makes a tensor of their size from an index."""
     if not isinstance(node.meta["val"], torch.Tensor) or name_of(node) not in _MADE:
         return False

@@ -43,7 +43,7 @@ def read(graph: Graph) -> Reading:
             continue
         if any(n in found.classes or n in found.pairs for n in inputs):
             _of_classes(found, node)
-        elif is_hot(found, node, logits):
+        elif is_hot(node, logits):
             found.classes[node] = hot(found, node, _operand(found, node))
         elif any(n in found.late for n in inputs):
             found.late.add(node)

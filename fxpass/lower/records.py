@@ -10,15 +10,13 @@ each row and class is the class of its symbol::
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.spec.expression import L, Z
+from fxpass.spec.expression import Z
 from fxpass.spec.outputs import Moment, Output
 
 
@@ -126,11 +124,6 @@ class Picked:
     index: Node
     logit: bool = False
 
-    @property
-    def count(self) -> int | torch.SymInt:
-        """K."""
-        return math.prod(self.index.meta["val"].shape[1:])
-
 
 @dataclass(frozen=True)
 class Summed:
@@ -159,7 +152,7 @@ def symbols_of(expr: Any) -> set[Symbol]:
 def has_classes(expr: Any) -> bool:
     """Whether an expression differs from class to class."""
     kinds = LogSoftmax, *OF_CLASS, *OF_INDEX
-    return any(s in (Z, L) or isinstance(s, kinds) for s in symbols_of(expr))
+    return any(s == Z or isinstance(s, kinds) for s in symbols_of(expr))
 
 
 def of_operands_alone(expr: Any) -> bool:

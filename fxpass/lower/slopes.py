@@ -62,7 +62,7 @@ def coefficients(tables: Tables, base: Base, gradient: Any, classes: Any) -> dic
     found = quotient(simplified(gradient), slope)
     found = _in_logs(tables, found)
     of_index, rest = split_hot(found)
-    picks = _picks(tables, base, of_index)
+    picks = _picks(tables, of_index)
     powers = _powers(base, rest)
     made: dict[Any, Expr] = {}
     for weight in dict.fromkeys(w for _, _, w in powers):
@@ -73,7 +73,7 @@ def coefficients(tables: Tables, base: Base, gradient: Any, classes: Any) -> dic
         raise Unknown(f"`{gradient}` is no gradient of moments")
     for moment, factor in made.items():
         softmax += factor * _sigma(tables, base, moment, classes)
-    whole = sympy.expand(softmax + sum(_of_row(tables, p, c) for p, c in picks.items()))
+    whole = sympy.expand(softmax + sum(_of_row(tables, c) for c in picks.values()))
     softmax = sympy.expand(softmax)
     if picks and sympy.count_ops(whole) <= sympy.count_ops(softmax):
         softmax = whole  # what log-probabilities leave
@@ -139,7 +139,7 @@ def _of_branches(gradient: Any, slope: Any) -> Expr:
     return quotient(factor * inner, number * of_slope)
 
 
-def _picks(tables: Tables, base: Base, expr: Any) -> dict[Picked, Expr]:
+def _picks(tables: Tables, expr: Any) -> dict[Picked, Expr]:
     """The incoming gradients of log-probabilities at indices."""
     found: dict[Picked, Expr] = {}
     for term in sympy.Add.make_args(expr) if expr != 0 else ():
@@ -156,7 +156,7 @@ def _picks(tables: Tables, base: Base, expr: Any) -> dict[Picked, Expr]:
     return found
 
 
-def _of_row(tables: Tables, pick: Picked, factor: Any) -> Expr:
+def _of_row(tables: Tables, factor: Any) -> Expr:
     """The sum of a row's incoming gradients of picks."""
     spread = [s for s in symbols_of(factor) if isinstance(s, SpreadOperand)]
     if spread and len(factor.atoms(SpreadOperand)) > 1:

@@ -53,7 +53,6 @@ _ALL = {
     aten.bitwise_or,
 }
 _ANY = {aten.mul, aten.logical_and, aten.bitwise_and}
-_FULL = {aten.full: 1, aten.scalar_tensor: 0, aten.full_like: 1}
 _ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 
 

@@ -38,8 +38,6 @@ from fxpass.spec.functions import FUNCTIONS, Where, exact, where
 
 # Not declared real: sympy would rewrite the user's sqrt(z**2) as abs(z).
 Z = sympy.Symbol("z")
-# The log-softmax at the logit's class: of functions whose sums are moments, and in no text form.
-L = sympy.Symbol("l")
 
 
 def given(position: int) -> sympy.Symbol:
@@ -58,10 +56,10 @@ def given_in(expr: Expr) -> tuple[int, ...]:
 
 
 @functools.cache
-def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
-    """d expr / dz, or another symbol's, exactly. Where a branch has slope zero, it is zero even if
-    other factors overflow: autograd too selects zero there, and does not multiply by zero."""
-    return _without_rounding(masked(sympy.diff(expr, by)))
+def derivative(expr: Expr) -> Expr:
+    """d expr / dz, exactly. Where a branch has slope zero, it is zero even if other factors
+    overflow: autograd too selects zero there, and does not multiply by zero."""
+    return _without_rounding(masked(sympy.diff(expr, Z)))
 
 
 def _without_rounding(expr: Any) -> Any:
