@@ -34,7 +34,7 @@ def over_blocks(
     gradients: tuple[str, ...],
     to_gradient: ToGradient,
     plan: Plan,
-    unrounded: tuple[str, ...] = (),
+    unrounded: tuple[str, ...],
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function of some rows of logits.
 
@@ -43,13 +43,13 @@ def over_blocks(
     those of fp16 operands, and unrounded ones.
 
     Args:
-        inputs: x, weight, bias, and the logits if they exist.
+        inputs: x, weight and bias.
         gradients: the operands whose gradients are returned; if empty, the logits are only read.
         to_gradient: called once for each block of rows, in the compute dtype.
         plan: its rows, of a chunk; its block; its classes, of one product.
         unrounded: those of x and weight whose gradients keep the dtype of the sums.
     """
-    x, weight, given = inputs.x, inputs.weight, inputs.logits
+    x, weight = inputs.x, inputs.weight
     dtype, stored = compute_dtype(x.dtype), gradient_dtype(x.dtype)
     n, narrow = x.shape[0], stored != dtype
     rows = min(plan.rows, n)
@@ -60,19 +60,10 @@ def over_blocks(
     if "bias" in gradients and inputs.bias is not None:
         grads["bias"] = place(inputs.bias, dtype, n, True)
     early, late = split_bias(inputs.bias, stored)
-    late = None if given is not None else late  # given logits include the bias
     # the bias's gradient is summed here, before the gradient of the logits is rounded
     places = grads.get("x"), grads.get("weight")
     multiplied = multiplied_in(x.dtype, x.device)
-    head = Chunks(
-        (x, weight, early),
-        rows,
-        plan.classes,
-        multiplied,
-        stored,
-        places,
-        computed=given is None,
-    )
+    head = Chunks((x, weight, early), rows, plan.classes, multiplied, stored, places)
     block = min(plan.block, rows)
     room = x.new_empty((block, weight.shape[0]), dtype=dtype) if narrow else None
 
@@ -81,9 +72,8 @@ def over_blocks(
         for few in slices(part.start, part.stop, block):
             kept = part_of(chunk, slice(few.start - part.start, few.stop - part.start))
             some = kept if room is None else part_of(room, slice(0, few.stop - few.start))
-            source = kept if given is None else given[few]
-            if source is not some:
-                some.copy_(source)
+            if kept is not some:
+                some.copy_(kept)
             if late is not None:
                 some.add_(late)
             factor = to_gradient(few, some, narrow)

@@ -53,7 +53,6 @@ class Chunks:
         stored: the dtype of a chunk of logits.
         grads: where the gradients of x and weight go, each in the dtype of the products or in that
             of sums; None for those that nobody asks for.
-        computed: whether chunks have the linear's output, or are uninitialised.
     """
 
     def __init__(
@@ -64,10 +63,9 @@ class Chunks:
         multiplied: torch.dtype,
         stored: torch.dtype,
         grads: tuple[Tensor | None, Tensor | None],
-        computed: bool = True,
     ) -> None:
         self._x, weight, self._bias = operands
-        self._grads, self._computed = grads, computed
+        self._grads = grads
         self.trained = any(gradient is not None for gradient in grads)
         v = weight.shape[0]
         classes = min(classes, v)
@@ -86,8 +84,6 @@ class Chunks:
         """The logits of some rows ``[rows, V]``; valid until the next call."""
         self._rows = self._x_rows[part]
         out = part_of(self._buffer, slice(0, part.stop - part.start))
-        if not self._computed:
-            return out
         if not self._copied:
             return linear(self._rows, self._weight[self._every], self._bias, out)
         for some in self._tiles:

@@ -20,7 +20,6 @@ from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.expression import given_in
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.outputs import of_one_softmax
 from fxpass.spec.reductions import Reductions
@@ -44,10 +43,10 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         sums = RowSums(operands, spec, few)
         # nobody reads these logits again
-        z = transformed(operands, spec, few, logits, every)[1]
+        z = transformed(operands, spec, few, logits, every)
         y = sums.add(z, every, keep=bool(products) and not once)
         results.add(few, sums.finish())
-        if sums.coef is None or not products:
+        if sums.coef is None:
             return None
         slope = Slope(operands, few, spec.total, sums.coef, sums.moments, dense=sums.dense)
         if once and sums.exponentials:
@@ -92,7 +91,7 @@ def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, results: _Result
         if some.start == 0:
             of_part[part.start] = RowSums(operands, spec, part)
         sums = of_part[part.start]
-        sums.add(transformed(operands, spec, part, logits, some)[1], some)
+        sums.add(transformed(operands, spec, part, logits, some), some)
         if some.stop == operands.weight.shape[0]:
             results.add(part, sums.finish())
             del of_part[part.start]
@@ -110,7 +109,7 @@ def _in_place(
     assert coef is not None, "logits are in the place of a gradient that forward computes"
 
     def read(every: slice, some: slice, logits: Tensor) -> None:
-        sums.add(transformed(operands, spec, every, logits, some)[1], some)
+        sums.add(transformed(operands, spec, every, logits, some), some)
 
     def finish() -> tiles.OfTile:
         found.append(sums.finish())
@@ -118,7 +117,7 @@ def _in_place(
         lse, rest = sums.lse_and_rest() if spec.softmax else (None, coef)
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
-            z = transformed(operands, spec, every, logits, some)[1]
+            z = transformed(operands, spec, every, logits, some)
             y = z if lse is None else z.sub_(lse)
             g, _ = slope.of(y, rest, some, True)
             slope.to_logits(spec, g, logits, some)
@@ -134,49 +133,35 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradients that ``spec`` names, for the incoming gradients ``[R, N]`` of ``out.rows``.
 
-    Of ``out`` it reads lse, rest and saved. Gradients of x, weight and bias have the dtypes of
-    :func:`fxpass.aten.blocks.over_blocks` or of :func:`fxpass.aten.tiles.over_tiles`, those of
-    ``[N, V]`` the dtype of their operand, the others the compute dtype.
+    Of ``out`` it reads lse, rest and saved. The dtypes are those of
+    :func:`fxpass.aten.blocks.over_blocks` or of :func:`fxpass.aten.tiles.over_tiles`.
     """
-    dtype = compute_dtype(operands.x.dtype)
-    others = {"scale": operands.scale} | {f"given{i}": t for i, t in enumerate(operands.given)}
-    grads = {
-        name: t.new_zeros(t.shape, dtype=dtype if t.dim() == 1 else t.dtype)
-        for name, t in others.items()
-        if t is not None and name in spec.gradients
-    }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
     of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
-    given = given_in(spec.transform)
-    of_transform = {i: grads[f"given{i}"] for i in given if f"given{i}" in grads}
-    of_given = {i: grads[f"given{i}"] for i in range(len(operands.given)) if f"given{i}" in grads}
 
     def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor | None:
-        unscaled, z = transformed(operands, spec, few, logits, some)
+        z = transformed(operands, spec, few, logits, some)
         slope = of_part.get(few.start)
         if slope is None:
             sums = {moment: sigma[few].unsqueeze(1) for moment, sigma in sigmas.items()}
-            of_all = z if z.shape[1] == operands.weight.shape[0] else None
-            slope = Slope(operands, few, spec.rows, incoming[:, few].t(), sums, of_all)
-            if of_all is None:
+            slope = Slope(operands, few, spec.rows, incoming[:, few].t(), sums)
+            if z.shape[1] < operands.weight.shape[0]:
                 of_part[few.start] = slope
         lse, rest = None, z
         if spec.softmax:
             lse, rest = (part_of(t, few).unsqueeze(1) for t in (out.lse, out.rest))
         y = z if lse is None else z.sub_(lse)
-        g, factor = slope.of(y, rest, some, scaled or bool(of_transform), of_given)
-        if "scale" in grads:
-            grads["scale"][few] += (g * unscaled).sum(1)
-        slope.to_logits(spec, g, logits, some, of_transform)
+        g, factor = slope.of(y, rest, some, scaled)
+        slope.to_logits(spec, g, logits, some)
         return factor
 
-    products = tuple(n for n in spec.gradients if n not in others)
     if plan.strategy == "tiled":
         of_tile = functools.partial(to_gradient, scaled=True)
-        dtype = dtype if "weight" in spec.unrounded else operands.weight.dtype
-        return grads | tiles.over_tiles(operands, products, of_tile, plan, spec.ranks, dtype)
+        dtype = operands.weight.dtype
+        dtype = compute_dtype(dtype) if "weight" in spec.unrounded else dtype
+        return tiles.over_tiles(operands, spec.gradients, of_tile, plan, spec.ranks, dtype)
 
     def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
-    return grads | over_blocks(operands, products, of_rows, plan, spec.unrounded)
+    return over_blocks(operands, spec.gradients, of_rows, plan, spec.unrounded)

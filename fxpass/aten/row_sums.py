@@ -97,7 +97,7 @@ class RowSums:
         column, elsewhere = self._operands.columns(index, classes)
         at = z.gather(1, column)
         if elsewhere is not None:
-            # each pick is in one of the tiles, or in none of a vocabulary shard's
+            # each pick is in one of the tiles
             at = torch.where(elsewhere, 0 if self._at is None else self._at, at)
         self._at = at
 
@@ -130,15 +130,14 @@ class RowSums:
         return term.mv(w).unsqueeze(1) if w.dim() == 1 else (w * term).sum(1, True)
 
     def finish(self) -> Outputs:
-        """The outputs, when all classes were added; of a total no lse and rest."""
-        spec, coef = self._spec, self.coef
+        """The outputs, when all classes were added."""
+        spec = self._spec
         if self._raw:
             self.log_total = self.total.log()
         self.moments = {
             moment: normalised(moment, self._sums, self.log_total, self.total.reciprocal())
             for moment in self._raw
-            # every call sums it, and few read it
-            if moment is not TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
+            if moment != TOTAL  # it is 1
         }
         rows, indices, saved = (
             self._columns(outputs).t().contiguous() if outputs else ABSENT
@@ -146,15 +145,10 @@ class RowSums:
         )
         if spec.saved and spec.saved == spec.rows:
             saved = rows.clone()  # each result has memory of its own
-        lse = rest = total = ABSENT
-        if self._raw and coef is None:
+        lse = rest = ABSENT
+        if spec.keeps_lse:
             lse, rest = (column.view(-1) for column in self.lse_and_rest())
-        if coef is not None:
-            total = coef * self._columns(spec.total)
-            if not self.dense:  # a row without a coefficient adds 0, whatever its value is
-                total.masked_fill_(coef == 0, 0)
-            total = total.sum(1) if total.shape[1] > 1 else total.view(-1)
-        return Outputs(rows, indices, lse, rest, saved, total)
+        return Outputs(rows, indices, lse, rest, saved)
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
         """The log-sum-exp and its rounding error, after :meth:`finish`."""

@@ -44,7 +44,7 @@ def over_tiles(
     the others have the compute dtype.
 
     Args:
-        inputs: x, weight, bias, and the logits if they exist.
+        inputs: x, weight and bias.
         gradients: the operands whose gradients are returned.
         plan: its rows and classes, of a tile, at most.
         rounded: whether logits of bf16 operands are rounded to bf16, also by f32 products.
@@ -62,7 +62,7 @@ def over_tiles(
         w = tiles.weight[some]
         for part in parts:
             x_rows = tiles.x[part]
-            logits = tiles.logits(x_rows, w, part, some)
+            logits = tiles.logits(x_rows, w, some)
             to_gradient(part, some, logits)
             if "bias" in grads:
                 grads["bias"][some] += logits.sum(0)
@@ -92,7 +92,7 @@ class _Tiles:
         x, weight = inputs.x, inputs.weight
         rows, classes = min(rows, x.shape[0]), min(classes, weight.shape[0])
         multiplied = multiplied_in(x.dtype, x.device)
-        self._inputs, self.dtype, self.widest = inputs, compute_dtype(x.dtype), classes
+        self.dtype, self.widest = compute_dtype(x.dtype), classes
         self.parts = slices(0, x.shape[0], rows)
         self.classes = slices(0, weight.shape[0], classes)
         self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
@@ -104,12 +104,10 @@ class _Tiles:
         # products in f32 that are not rounded may have any bias added after them
         self._early, self._late = split_bias(inputs.bias, multiplied if narrow else self._stored)
 
-    def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
+    def logits(self, x_rows: Tensor, weight: Tensor, classes: slice) -> Tensor:
         """The linear's output for some rows and classes, in a buffer that every call overwrites."""
         shape = (x_rows.shape[0], weight.shape[0])
         out = self._wide[: shape[0] * shape[1]].view(shape)
-        if self._inputs.logits is not None:
-            return out.copy_(self._inputs.logits[rows, classes])
         early, late = (None if b is None else b[classes] for b in (self._early, self._late))
         if self._narrow is None:
             torch.mm(x_rows, weight.t(), out=out)

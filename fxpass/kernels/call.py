@@ -98,29 +98,27 @@ class Launch(NamedTuple):
 
 def adds_bias(operands: Operands) -> bool:
     """Whether the kernel adds the bias, because the GEMM would round it to the narrower dtype of
-    the logits. Given logits include it."""
+    the logits."""
     bias = operands.bias
-    return bias is not None and operands.logits is None and bias.dtype != operands.x.dtype
+    return bias is not None and bias.dtype != operands.x.dtype
 
 
 def for_reductions(
     spec: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
     """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
-    backward. None for f64, and for gradients of given values: ATen computes these."""
-    if operands.x.dtype == torch.float64 or spec.trains_weights:
+    backward. None for f64, which ATen computes."""
+    if operands.x.dtype == torch.float64:
         return ()
-    x, logits, picks = operands.x, operands.logits, operands.picks
+    picks = operands.picks
     features = Features(
         biased=adds_bias(operands),
         scaled=operands.scale is not None,
         several=picks is not None and operands.many != 1,
         given=tuple(w.dim() == 2 for w in operands.given),
         ragged=padded(v := len(operands.weight)) != v,
-        apart=logits is not None,
     )
-    stored = (x if logits is None else logits).dtype
-    return (_launch(spec, forward, features, v, x.dtype, stored, gpu),)
+    return (_launch(spec, forward, features, v, operands.x.dtype, gpu),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -130,14 +128,13 @@ def _launch(
     features: Features,
     v: int,
     dtype: torch.dtype,
-    stored: torch.dtype,  # of the logits
     gpu: Gpu,
 ) -> Launch:
     # Passes compare transformed logits: each of them has to compute the same, to the last bit. A
     # compiler may fuse a product and a sum, with one rounding, in one of two places.
     products = features.scaled or spec.transform != expression.Z
     exact = (("enable_fp_fusion", False),) * (spec.ranks and products)
-    vector = 16 // stored.itemsize  # what a thread loads at once
+    vector = 16 // dtype.itemsize  # what a thread loads at once
 
     def candidate(block: int, warps: int) -> Candidate:
         present = features._replace(whole_row=block >= v)._asdict()
@@ -147,18 +144,15 @@ def _launch(
         read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
         return Candidate(kernel, (*read, ("num_warps", warps), *exact))
 
-    found = blocks(v, dtype, gpu.target, spec, sliced=not (forward or spec.of_largest))
+    found = blocks(v, dtype, gpu.target, spec, sliced=not forward)
     return Launch(gpu, tuple(candidate(*sizes) for sizes in found))
 
 
 def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
-    """The kernels of one call of class reductions, in order, where every output that is named has a
-    gradient in all rows; the GPU need not exist. In fewer rows, backward also launches the first
-    kernel of ``spec.of_backward``."""
+    """The kernels of one call of class reductions, in order; the GPU need not exist."""
     found = for_reductions(spec, operands, gpu)
     if spec.gradients and not spec.total:
-        reduced = spec.of_backward
-        found += for_reductions(reduced, operands.read_by(reduced), gpu, forward=False)
+        found += for_reductions(spec.of_backward, operands, gpu, forward=False)
     return found
 
 
@@ -180,14 +174,13 @@ def blocks(
 ) -> list[tuple[int, int]]:
     """The classes of a block and the warps of each candidate, none of which spills registers.
 
-    A thread has more than 16 logits only where each has few other values: no weights, no
-    gradient of a scale. ``sliced``: a launch may have some of the classes.
+    A thread has more than 16 logits only where each has few other values: no weights and no
+    transform. ``sliced``: a launch may have some of the classes.
 
     >>> blocks(128256, torch.bfloat16, "sm_90", Reductions(("pick",)))
     [(16384, 16), (8192, 8), (4096, 8), (2048, 4)]
     """
-    light = not (spec.weights or "scale" in spec.gradients)
-    light = light and spec.transform == expression.Z
+    light = not spec.weights and spec.transform == expression.Z
     whole = 1 << (v - 1).bit_length()
     long = light and not sliced and whole > _LARGEST_ROW
     size, warps = _LONG if long else _BLOCK

@@ -88,19 +88,10 @@ def gemms_of(part: Part, dtype: torch.dtype) -> list[slice]:
     return [slice(classes.start, end), slice(end, classes.stop)]
 
 
-def logits_of(
-    operands: Operands, part: Part, buffer: Tensor | None, compute: bool = True
-) -> Tensor:
-    """A part of the linear's output, contiguous in its classes: of the given logits, which must not
-    be written to; else in the buffer, where it is not written without ``compute``."""
+def logits_of(operands: Operands, part: Part, buffer: Tensor) -> Tensor:
+    """A part of the linear's output, in its place in the buffer."""
     rows, classes = part
-    if operands.logits is not None:
-        given = operands.logits[rows, classes]
-        return given if given.stride(1) == 1 else given.contiguous()
-    assert buffer is not None
     out = part.of(buffer)
-    if not compute:
-        return out
     x, bias = operands.x[rows], operands.bias
     for some in gemms_of(part, x.dtype):
         z = out[:, some.start - classes.start : some.stop - classes.start]

@@ -7,7 +7,7 @@ them with their gradient, from which GEMMs compute those of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
-    >>> spec = Reductions.parse("r6 outputs=pick;moment(1,1) gradients=x")
+    >>> spec = Reductions(("pick", Moment(1, 1)), gradients=("x",))
     >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
@@ -53,7 +53,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
         grads = _Run(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
-        _multiply(unscale, out.total, *grads.values())
+        _multiply(unscale, *grads.values())
         return out, grads
 
 
@@ -63,15 +63,15 @@ def backward(
     """The gradients that ``spec`` names, for the incoming gradients ``[R, N]`` of ``out.rows``.
 
     Of ``out`` it reads lse, rest and saved. With the strategy ``tiled`` it computes
-    ``plan.classes`` classes of all rows at a time, unless it needs the largest logits; otherwise
-    ``plan.rows`` rows. The dtypes are those of :func:`dtypes_of`, and f32 for the scale.
+    ``plan.classes`` classes of all rows at a time, otherwise ``plan.rows`` rows. The dtypes are
+    those of :func:`dtypes_of`.
     """
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
         run = _Run(operands, spec, out, incoming, plan, forward=False)
-        if plan.strategy == "tiled" and not spec.of_largest:
+        if plan.strategy == "tiled":
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
-            _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
+            _multiply(unscale, *(t for name, t in grads.items() if name == "x"))
         else:
             grads = run.over(chunks(operands, plan.rows))
             _multiply(unscale, *grads.values())
@@ -104,11 +104,9 @@ class _Run:
         if picks is not None:
             picks = operands.classes().contiguous()
         bias = operands.bias if call.adds_bias(operands) else None
-        scale_grad = x.new_empty(len(x), dtype=torch.float32) if "scale" in self.gradients else None
         # what the kernels may read and write, by the dimensions of which a part has some
-        of_rows = {"lse": out.lse, "rest": out.rest, "total": out.total, "picks": picks}
+        of_rows = {"lse": out.lse, "rest": out.rest, "picks": picks}
         of_rows |= {"scale": None if scale is None else scale.contiguous()}
-        of_rows |= {"scale_grad": scale_grad}
         of_outputs = {"outputs": out.rows, "indices": out.indices, "saved": out.saved}
         of_outputs |= {"incoming": incoming}
         of_classes = {"bias": None if bias is None else bias.contiguous()}
@@ -127,44 +125,36 @@ class _Run:
     ) -> dict[str, Tensor]:
         """The gradients, a part of the logits at a time; of slices of the classes, those of the
         weight and the bias are multiplied by ``unscale``."""
-        operands, x, buffer = self.operands, self.operands.x, None
-        dtypes = {}
+        operands, x, dtypes = self.operands, self.operands.x, {}
         if self.gradients:
             dtypes = dtypes_of(operands, self.spec, self.plan, parts, sliced)
         sums = Gradients(operands, dtypes, render.gradient_factor(self.spec), unscale)
-        grads = sums.found
-        if "scale" in self.gradients:
-            grads = grads | {"scale": x.new_zeros(len(x), dtype=torch.float32)}
         if not parts:
-            return grads
-        if self.gradients or operands.logits is None:
-            n, v = (max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True))
-            buffer = x.new_empty((n, padded(v)))
+            return sums.found
+        n, v = (max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True))
+        buffer = x.new_empty((n, padded(v)))
         # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the real
         # launch overwrites the outputs that the timing wrote
-        first = logits_of(operands, parts[0], buffer, compute=False)
+        first = parts[0].of(buffer)
         chosen = tuning.best(
             load(self.row.candidates[0].kernel),
             x.device,
             first.dtype,
             parts[0].shape,
             self.row.candidates,
-            lambda candidate: self._launch(candidate, parts[0], first, buffer),
+            lambda candidate: self._launch(candidate, parts[0], first),
         )
         for part in parts:
-            self._launch(chosen, part, logits_of(operands, part, buffer), buffer)
-            if buffer is not None and self.gradients:
-                sums.add(part, part.of(buffer))
-            if "scale" in grads:
-                grads["scale"][part.rows] += self.of_rows["scale_grad"][part.rows]
-        return grads
+            logits = logits_of(operands, part, buffer)
+            self._launch(chosen, part, logits)
+            if self.gradients:
+                sums.add(part, logits)
+        return sums.found
 
-    def _launch(self, chosen: Candidate, part: Part, logits: Tensor, buffer: Tensor | None) -> None:
-        """Runs the kernel on a part of the logits; their gradient is written to the buffer."""
+    def _launch(self, chosen: Candidate, part: Part, logits: Tensor) -> None:
+        """Runs the kernel on a part of the logits, which may be overwritten with their gradient."""
         kernel, (rows, classes), (n, v) = load(chosen.kernel), part, part.shape
         given = {"logits": logits}
-        if buffer is not None:
-            given["gradient"] = part.of(buffer)
         for name, t in self.of_classes.items():
             some = t[classes] if t.dim() == 1 else t[rows, classes]
             given[name] = some if some.stride(-1) in (0, 1) else some.contiguous()

@@ -22,7 +22,6 @@ text share a kernel. The module does not import triton, so it runs on any platfo
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -37,7 +36,7 @@ from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z, given_in
-from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output
+from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
 from fxpass.spec.reductions import Reductions, normalised, raw, shifted
 from fxpass.spec.terms import Terms
 
@@ -69,7 +68,6 @@ class Features(NamedTuple):
         whole_row: whether one block has all classes, so that each logit is read once.
         ragged: whether the number of classes is no multiple of ``PADDING``: the columns up to the
             next one may be overwritten.
-        apart: whether the logits are given: they are not written to, nor is what lies behind them.
     """
 
     biased: bool = False
@@ -78,7 +76,6 @@ class Features(NamedTuple):
     given: tuple[bool, ...] = ()
     whole_row: bool = False
     ragged: bool = False
-    apart: bool = False
 
 
 @functools.cache
@@ -86,7 +83,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
     outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
     :class:`Features`."""
-    f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
+    f, backward = Features(**present), not forward or bool(spec.total)
     module = rendered(
         **{"GAIN": gain(spec), "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
         LOG2_E=math.log2(math.e),
@@ -94,7 +91,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
         **_of_sums(spec, f),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": "kernel_NAME"},
-        sliced=not (forward or spec.of_largest),
+        sliced=not forward,
         gain=f"{gain(spec)} * " if backward else "",
     )
     name = "class_reductions" if forward else "class_reductions_backward"
@@ -123,15 +120,9 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     """What the docstring says, how a logit is transformed, and the given values at its class."""
     transformed = spec.transform != Z
     with_slope = backward and not expression.unit_slope(spec.transform)[1].is_number
-    of_call = {
-        "gradients": (),
-        "detached": (),
-        "unrounded": (),
-        "memory_mb": 0,
-        "accumulate": "auto",
-    }
-    said = dataclasses.replace(spec, **of_call).text().split(" ")[1:]
-    said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
+    of_call = ("gradients", "detached", "unrounded", "memory_mb", "accumulate")
+    said = [word for word in spec.text().split(" ") if word.partition("=")[0] not in of_call]
+    said += [name for name in ("biased", "scaled", "several") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
     return {
         "facts": textwrap.fill(", ".join(said), 96),
@@ -187,19 +178,15 @@ def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
     def value(output: Output) -> str:
         return _name(output) if isinstance(output, Moment) else _VALUES[output]
 
-    def of_total(output: Output) -> str:
-        d, v = f"d_{_name(output)}", value(output)
-        term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
-        return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
-
     return {
         "sums": sums_of(read),
         "normalised": [
-            (_name(m), expression.text(normalised(m, sums, log, inverse))) for m in sums
+            (_name(m), expression.text(normalised(m, sums, log, inverse)))
+            for m in sums
+            if m != TOTAL
         ],
         "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
         "saved": [value(output) for output in spec.saved],
-        "total": [of_total(output) for output in spec.total],
     }
 
 
@@ -223,7 +210,6 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
         "slope": _slope(terms),
         "places_of_picks": [place.replace("k", "i") for o, place, _ in places if o in OF_PICKS],
         "picked": " + ".join(f"d_{output}" for output in OF_PICKS if output in outputs),
-        "at_first": "d_max" * (not forward and "max" in outputs),
     }
 
 

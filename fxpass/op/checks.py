@@ -7,40 +7,24 @@ of the spec alone is computed once for a spec.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import lines_of
+from fxpass.spec.outputs import PRODUCTS, lines_of
 from fxpass.spec.reductions import Reductions
 
 NAME = "a head's reductions"
 
 
-def trainable(operands: Operands) -> dict[str, Tensor]:
-    """The operands that may have a gradient by name, in the order of ``Reductions.gradients``."""
-    found = {name: getattr(operands, name) for name in ("x", "weight", "bias", "scale")}
-    found |= {f"given{i}": t for i, t in enumerate(operands.given)}
-    return {name: t for name, t in found.items() if t is not None}
-
-
-def operand(operands: Operands, name: str) -> Any:
-    """An operand that may have a gradient, by name; None if it is absent."""
-    if not name.startswith("given"):
-        return getattr(operands, name)
-    position = int(name.removeprefix("given"))
-    return operands.given[position] if position < len(operands.given) else None
-
-
 def check(operands: Operands, spec: Reductions) -> None:
     """``ValueError`` for shapes, dtypes or devices that do not fit together."""
-    x, weight, bias, scale, picks, given, coef, logits, _ = operands
-    tensors, device = (weight, bias, scale, picks, *given, coef, logits), x.device
+    x, weight, bias, scale, picks, given, coef = operands
+    tensors, device = (weight, bias, scale, picks, *given, coef), x.device
     if any(t is not None and t.device != device for t in tensors):
-        every = trainable(operands) | {"picks": picks, "coef": coef, "logits": logits}
+        every = {name: getattr(operands, name) for name in (*PRODUCTS, "scale", "picks")}
+        every |= {f"given{i}": t for i, t in enumerate(given)} | {"coef": coef}
         places = (f"{name} on {t.device}" for name, t in every.items() if t is not None)
         raise ValueError(f"{NAME} needs tensors of one device, got {', '.join(places)}")
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -55,7 +39,6 @@ def check(operands: Operands, spec: Reductions) -> None:
     n, v, dtype = x.shape[0], weight.shape[0], compute_dtype(x.dtype)
     _check_shape("bias", bias, (v,))
     _check_shape("scale", scale, (n,))
-    _check_shape("logits", logits, (n, v))
     for i, tensor in enumerate(given):
         _check_shape(f"given{i}", tensor, (v,), (n, v))
     if bias is not None and bias.dtype not in (x.dtype, dtype):
@@ -85,7 +68,7 @@ def check(operands: Operands, spec: Reductions) -> None:
         mask = tensor.dtype == torch.bool and i not in spec.weights
         if not (tensor.is_floating_point() or mask):
             raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
-    if absent := [name for name in spec.gradients if operand(operands, name) is None]:
+    if absent := [name for name in spec.gradients if getattr(operands, name) is None]:
         raise ValueError(f"{NAME} cannot compute gradients of {', '.join(absent)}: absent")
 
 
@@ -96,14 +79,13 @@ def _check_shape(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) ->
 
 
 def check_picks(operands: Operands) -> None:
-    """``IndexError`` for a pick that is no class, of a vocabulary shard but V; a device-side
-    assertion on GPUs."""
-    picks, v, shard = operands.picks, operands.weight.shape[0], operands.shard
-    if picks is None or not (v or shard) or not picks.numel():
+    """``IndexError`` for a pick that is no class; a device-side assertion on GPUs."""
+    picks, v = operands.picks, operands.weight.shape[0]
+    if picks is None or not v or not picks.numel():
         return
     if picks.device.type != "cpu":  # one launch, whose indices the device checks
-        operands.weight.new_empty(1).expand(v + shard).gather(0, picks.reshape(-1))
+        operands.weight.new_empty(1).expand(v).gather(0, picks.reshape(-1))
         return
     for index in map(int, picks.aminmax()):
-        if not 0 <= index < v + shard:
+        if not 0 <= index < v:
             raise IndexError(f"class {index} is out of bounds: there are {v} classes")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
-from fxpass.op.checks import check, check_picks, operand
+from fxpass.op.checks import check, check_picks
 from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands, Outputs, empty
@@ -85,11 +85,10 @@ def _implementation(plan: Plan) -> ModuleType:
 
 def trained(operands: Operands, spec: Reductions) -> dict[str, Tensor]:
     """The operands whose gradients the spec names, in its order."""
-    return {name: operand(operands, name) for name in spec.gradients}
+    return {name: getattr(operands, name) for name in spec.gradients}
 
 
 def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
     x, weight = operands.x, operands.weight
     n, d, v = *x.shape, weight.shape[0]
-    scaled, exist = operands.scale is not None, operands.logits is not None
-    return plan(n, d, v, x.dtype, x.device, spec, scaled, gradients, exist)
+    return plan(n, d, v, x.dtype, x.device, spec, operands.scale is not None, gradients)

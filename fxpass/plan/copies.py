@@ -54,12 +54,10 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
     slope = _of_expression(expression.derivative(spec.transform)) if transformed else 0
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
-    terms = of_scale = int("scale" in spec.gradients)
+    terms = 0
     if not of_one_softmax(outputs):
         weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
-        terms, slope = 3 + weighted, 1 + max(slope, of_scale)
-    if any(f"given{i}" in spec.gradients for i in given_in(spec.transform)):
-        slope += 2
+        terms, slope = 3 + weighted, 1 + slope
     return max(value, transformed + scaled + max(terms, slope))
 
 

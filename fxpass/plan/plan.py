@@ -12,8 +12,9 @@ size::
 Nothing is measured or fitted, so equal machines get equal plans. The rules, where the targets, lse
 and losses of the rows do not count as scratch, and a chunk or tile has a minimum size:
 
-- ``chunked`` if forward computes the gradients of a total, or if they need a row's largest logit;
-  else ``tiled`` (a GPU's forward is ``chunked``, and so is its backward in f32).
+- ``chunked`` if forward computes the gradients of a total, or if a row's largest logit is an output
+  beside gradients in backward; else ``tiled`` (a GPU's forward is ``chunked``, and so is its
+  backward in f32).
 - ``chunked``: equal chunks, as large as the budget allows. But one chunk of all rows if it takes no
   more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
 - A GPU's chunks are a quarter of the rows by default, but enough rows for its GEMMs. These chunks
@@ -116,18 +117,15 @@ def plan(
     spec: Reductions,
     scaled: bool,
     backward: bool,
-    logits_exist: bool = False,
 ) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
-    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec;
-    ``logits_exist``: the logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0:
-    see :func:`budget`), unless the smallest block is larger; then the plan's reason says so."""
+    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec. The
+    scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`), unless the smallest block
+    is larger; then the plan's reason says so."""
     implementation, reason = implementation_for(device, dtype)
-    if implementation == "triton" and spec.trains_weights:
-        implementation, reason = "aten", "no Triton kernel has gradients of given values"
     sizes = max(1, n), max(1, d), max(1, v)
-    run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward, logits_exist)
+    run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward)
     return _plan(run, reason)
 
 
@@ -143,7 +141,6 @@ class _Run(NamedTuple):
     spec: Reductions
     scaled: bool
     backward: bool
-    logits_exist: bool
 
     @property
     def bytes(self) -> tuple[int, int, int, int]:
@@ -171,7 +168,7 @@ class _Run(NamedTuple):
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = self.spec.total and "weight" in self.gradients and self.n <= self.d
         fits = fits and not self.unrounded
-        return large and bool(fits) and not self.logits_exist
+        return large and bool(fits)
 
     @property
     def unrounded(self) -> bool:
@@ -210,8 +207,8 @@ def _plan(run: _Run, reason: str) -> Plan:
     allowed = budget(run.n, run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
-    # gradients that come with their total need the softmax of a row, others its largest logit
-    at_once = bool(spec.gradients and spec.total)
+    # gradients that come with the outputs need the softmax of a row
+    at_once = bool(spec.total)
     of_whole_rows = at_once or bool(spec.gradients and spec.of_largest)
     if run.implementation == "triton":
         found = _triton_chunked(run, allowed, for_chunks)

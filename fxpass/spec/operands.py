@@ -34,9 +34,6 @@ class Operands(NamedTuple):
         given: weights of moments and operands of the transform, ``[V]`` or ``[N, V]``.
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
-        logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
-            bias if it exists anyway, else None. It is not written to.
-        shard: whether a pick may be V, a class of another vocabulary shard.
     """
 
     x: Tensor
@@ -46,23 +43,11 @@ class Operands(NamedTuple):
     picks: Tensor | None
     given: tuple[Tensor, ...]
     coef: Tensor | None = None
-    logits: Tensor | None = None
-    shard: bool = False
 
     def classes(self) -> Tensor:
         """The class indices as ``[N, K]``."""
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
-
-    def read_by(self, spec: Reductions) -> Operands:
-        """The operands without picks that ``spec`` does not read, and with placeholders for such
-        given values."""
-        read = {f"given{i}" for i in spec.read} | {*spec.gradients}
-        given = tuple(
-            t if f"given{i}" in read else self.weight.new_empty(()).expand(self.weight.shape[0])
-            for i, t in enumerate(self.given)
-        )
-        return self._replace(picks=self.picks if spec.picked else None, given=given)
 
     @property
     def many(self) -> int:
@@ -88,7 +73,7 @@ class Operands(NamedTuple):
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
         """The columns of class indices in a tile of logits, any column for those that are not in
         it, and which these are; None if all are in it."""
-        if classes.stop - classes.start == self.weight.shape[0] and not self.shard:
+        if classes.stop - classes.start == self.weight.shape[0]:
             return index, None
         column = index - classes.start if classes.start else index
         inside = column.clamp(0, classes.stop - classes.start - 1)
@@ -104,7 +89,6 @@ class Outputs(NamedTuple):
         indices: ``[I, N]`` int64.
         lse, rest: ``[N]``, the log-sum-exp and its rounding error.
         saved: ``[S, N]``, the sums of ``spec.saved``.
-        total: the terms of the total ``[N]``.
     """
 
     rows: Tensor
@@ -112,15 +96,15 @@ class Outputs(NamedTuple):
     lse: Tensor
     rest: Tensor
     saved: Tensor
-    total: Tensor
 
 
 def empty(operands: Operands, spec: Reductions) -> Outputs:
     """Uninitialised outputs, also of fake operands."""
     n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
-    new, results = operands.x.new_empty, spec.results
+    new = operands.x.new_empty
     found = dict.fromkeys(Outputs._fields, new((0, 0), dtype=dtype))
-    found |= {k: new(n, dtype=dtype) for k in ("lse", "rest", "total") if k in results}
+    if spec.keeps_lse:
+        found |= {name: new(n, dtype=dtype) for name in ("lse", "rest")}
     for name, outputs in ("rows", spec.rows), ("indices", spec.indices), ("saved", spec.saved):
         if outputs:
             lines = sum(lines_of(output, operands.many) for output in outputs)

@@ -8,7 +8,6 @@ In: numbers. Out: records; what they mean is in :mod:`fxpass.spec.reductions`::
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,9 +51,8 @@ TOTAL = Moment(1, 0)
 ROWS, INDICES = ("lse", "pick", "at", "max"), ("argmax",)
 OF_PICKS = ("pick", "at")  # K rows each
 OF_SOFTMAX = ("lse", "pick")
-# The outputs, beside moments, that can be part of a total; the operands whose gradients it has.
-IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
-NAMED = (*PRODUCTS, "scale")  # operands with gradients, before given0, given1, ...
+# The outputs, beside moments, that have gradients; the operands that may have one.
+TRAINED, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
 Output = Moment | str
 
 
@@ -73,22 +71,3 @@ def of_one_softmax(outputs: Iterable[Output]) -> bool:
 def lines_of(output: Output, picks: int) -> int:
     """The rows of an output, where there are ``picks`` picks."""
     return picks if output in OF_PICKS else 1
-
-
-# ---------------------------------------------------------------- text forms
-
-
-def output_of(word: str) -> Output:
-    """The output with this text form; any other word is returned as it is."""
-    if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):
-        return Moment(*map(int, filter(None, match.groups())))
-    return word
-
-
-def position_of(name: str) -> int:
-    """The position of an operand among those with gradients; ``ValueError`` for another name."""
-    if name in NAMED:
-        return NAMED.index(name)
-    if re.fullmatch(r"given(0|[1-9][0-9]*)", name) is None:
-        raise ValueError(f"{name!r} is no operand")
-    return len(NAMED) + int(name.removeprefix("given"))

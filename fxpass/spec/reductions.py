@@ -16,7 +16,7 @@ the logits, for an incoming gradient of 1, are
     lse                 M + log S                         p_j
     pick                (z_c - M) - log S                 1[j = c] - p_j
     moment              see :func:`normalised`            psi_j - p_j sigma
-    max                 M                                 1[j = the first class with M]
+    max                 M                                 none
 
 with S = sum_j exp(z_j - M), psi_j = w_j exp(a l_j) (a l_j**b + b l_j**(b-1)) and sigma = sum_j
 psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulates the raw sums
@@ -24,7 +24,7 @@ psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulat
     S_ab[w] = sum_j w_j exp(a (z_j - M)) (z_j - M)**b
 
 under the maximum so far. A new maximum changes them by :func:`shifted`, so that blocks of a row,
-tiles, chunks and vocabulary shards are joined by the same few lines::
+tiles and chunks are joined by the same few lines::
 
     >>> import torch
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
@@ -52,21 +52,16 @@ from fxpass.spec import expression
 from fxpass.spec.expression import Z
 from fxpass.spec.outputs import (
     HIGHEST_POWER,
-    IN_TOTAL,
     INDICES,
-    NAMED,
     OF_PICKS,
     PRODUCTS,
     ROWS,
     TOTAL,
+    TRAINED,
     Moment,
     Output,
     is_index,
-    output_of,
-    position_of,
 )
-
-REVISION = "r6"  # of the text form
 
 
 def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
@@ -82,8 +77,6 @@ def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
 def normalised(moment: Moment, sums: Mapping[Moment, Any], log_total: Any, inverse: Any) -> Any:
     """The moment of l = y - log_total, from the raw sums of y = z - M; ``inverse``: 1 / S, which is
     more accurate than the exponential of a rounded logarithm."""
-    if moment == TOTAL:
-        return sums[TOTAL] * inverse
     return shifted(moment, sums, -log_total, inverse)
 
 
@@ -121,16 +114,14 @@ class Reductions:
         outputs: the outputs, each once.
         transform: the logit that is reduced, as an expression of the linear's output ``z`` and of
             given values (:mod:`fxpass.spec.expression`).
-        gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
-            ``given0``, ``given1``, ..., in this order.
-        total: the outputs of which the call also returns one weighted sum over all rows, whose
-            weights are known before (a mean, a mask, a policy's advantages). Forward computes its
-            gradients, of x, weight and bias; the other outputs then have none.
+        gradients: the operands that need a gradient, of ``x``, ``weight`` and ``bias``, in this
+            order.
+        total: the outputs of which the program adds up a weighted sum over all rows, whose weights
+            are known before (a mean, a mask, a policy's advantages). Forward computes the gradients
+            of this sum; the other outputs then have none.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
         accumulate: ``float32``: chunks add up the weight's gradient in f32; ``auto``: few chunks
             of bf16 add it up in bf16 (:mod:`fxpass.plan.plan`).
-        shard: whether the classes are a vocabulary shard. The pick V is none of them then: its
-            logit is 0, without a gradient.
         detached: those of ``rows`` that have no gradient where others have, such as metrics under
             ``no_grad``. Backward does not read what only they read.
         unrounded: those of ``x`` and ``weight`` whose gradients are returned in the dtype of the
@@ -139,9 +130,7 @@ class Reductions:
     The text form::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r6 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r6 outputs=pick').outputs
-        ('pick',)
+        'outputs=lse;moment(1,1) gradients=x'
     """
 
     outputs: tuple[Output, ...]
@@ -149,7 +138,6 @@ class Reductions:
     gradients: tuple[str, ...] = ()
     total: tuple[Output, ...] = ()
     memory_mb: int = 0
-    shard: bool = False
     detached: tuple[Output, ...] = ()
     unrounded: tuple[str, ...] = ()
     accumulate: str = "auto"
@@ -164,26 +152,31 @@ class Reductions:
                 raise ValueError(f"{output} has a weight at a negative position")
             if not all(0 <= power <= HIGHEST_POWER for power in (output.a, output.b)):
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
+            if output == TOTAL:
+                raise ValueError(f"{output} is 1 in every row")
         if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
+        if self.total and not self.gradients:
+            raise ValueError("a total without gradients")
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
-        for output in self.total:
-            if isinstance(output, str) and output not in IN_TOTAL:
-                raise ValueError(f"{output} cannot be added up over the rows")
-        if self.total and not set(self.gradients) <= set(PRODUCTS):
-            raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
+        if unknown := [name for name in self.gradients if name not in PRODUCTS]:
+            raise ValueError(f"{unknown[0]!r} has no gradient: only {', '.join(PRODUCTS)}")
+        trained = self.total or (self.rows if self.gradients else ())
+        for output in trained:
+            if isinstance(output, str) and output not in (*TRAINED, *self.detached):
+                raise ValueError(f"{output} has no gradient")
         if self.detached and (self.total or not self.gradients):
             raise ValueError("outputs are detached where others have a gradient in backward")
         if self.detached != tuple(o for o in self.rows if o in self.detached):
             raise ValueError(f"detached outputs must be rows in their order, got {self.detached}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
-        if self.gradients != tuple(sorted(set(self.gradients), key=position_of)):
+        if self.gradients != tuple(name for name in PRODUCTS if name in self.gradients):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
-        trained = tuple(name for name in PRODUCTS[:2] if name in self.gradients)
-        if self.unrounded != tuple(name for name in trained if name in self.unrounded):
-            raise ValueError(f"gradients of {trained} may be unrounded, got {self.unrounded}")
+        narrow = tuple(name for name in PRODUCTS[:2] if name in self.gradients)
+        if self.unrounded != tuple(name for name in narrow if name in self.unrounded):
+            raise ValueError(f"gradients of {narrow} may be unrounded, got {self.unrounded}")
         if self.accumulate not in ("auto", "float32"):
             raise ValueError(f"accumulate must be auto or float32, got {self.accumulate!r}")
 
@@ -205,7 +198,7 @@ class Reductions:
 
     @property
     def of_largest(self) -> bool:
-        """Whether gradients need a row's largest logit, and so all logits of the row at once."""
+        """Whether an output is a row's largest logit."""
         return "max" in self.outputs
 
     @functools.cached_property
@@ -243,6 +236,11 @@ class Reductions:
         """Whether an output reads the softmax. If none does, there is no lse."""
         return bool(self.raw)
 
+    @property
+    def keeps_lse(self) -> bool:
+        """Whether a call returns the lse of each row, which backward reads."""
+        return self.softmax and not self.total
+
     @functools.cached_property
     def picked(self) -> bool:
         """Whether outputs read the picks."""
@@ -254,31 +252,10 @@ class Reductions:
         return tuple(sorted({*self.weights, *expression.given_in(self.transform)}))
 
     @functools.cached_property
-    def results(self) -> tuple[str, ...]:
-        """The names of the tensors that the operator returns, in its order: at least two, since
-        code of Inductor's cpp_wrapper reads a list of one tensor as a tensor, and crashes."""
-        of_rows = {"rows": self.rows, "indices": self.indices, "lse": self.softmax}
-        of_rows |= {"rest": self.softmax, "saved": self.saved}
-        if self.total:
-            of_rows = {k: of_rows[k] for k in ("rows", "indices")} | {"total": True}
-        found = tuple(name for name, present in of_rows.items() if present)
-        found = (*found, *self.gradients) if self.total else found
-        return found if len(found) > 1 else (*found, "saved")
-
-    def named(self, results: Iterable[Any]) -> dict[str, Any]:
-        """What the operator returns, by name."""
-        return dict(zip(self.results, results, strict=True))
-
-    @functools.cached_property
     def weights(self) -> tuple[int, ...]:
         """The positions of the weights of moments."""
         moments = (o for o in (*self.outputs, *self.total) if isinstance(o, Moment))
         return tuple(sorted({m.weight for m in moments if m.weight is not None}))
-
-    @property
-    def trains_weights(self) -> bool:
-        """Whether weights of moments, or operands of the transform, need a gradient."""
-        return any(name not in NAMED for name in self.gradients)
 
     def text(self) -> str:
         """One line; fields at their defaults are left out."""
@@ -288,39 +265,8 @@ class Reductions:
             "gradients": ",".join(self.gradients),
             "total": ";".join(map(str, self.total)),
             "memory_mb": self.memory_mb or "",
-            "shard": "1" if self.shard else "",
             "detached": ";".join(map(str, self.detached)),
             "unrounded": ",".join(self.unrounded),
             "accumulate": self.accumulate if self.accumulate != "auto" else "",
         }
-        return " ".join([REVISION, *(f"{k}={text}" for k, text in fields.items() if text)])
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def parse(text: str) -> Reductions:
-        """The record of a text form; ``ValueError`` for anything that :meth:`text` cannot write."""
-        revision, *words = text.split(" ")
-        if revision != REVISION:
-            raise ValueError(
-                f"this graph was compiled by another version of fxpass ({revision!r}, this is "
-                f"{REVISION!r}): clear the compile cache"
-            )
-        try:
-            found = dict(word.split("=", 1) for word in words)
-            outputs, total, detached = (
-                tuple(map(output_of, filter(None, found.get(name, "").split(";"))))
-                for name in ("outputs", "total", "detached")
-            )
-            transform = expression.parse(found.get("transform", "z"))
-            gradients, unrounded = (
-                tuple(filter(None, found.get(name, "").split(",")))
-                for name in ("gradients", "unrounded")
-            )
-            memory_mb, shard = int(found.get("memory_mb", "0")), found.get("shard") == "1"
-            of_rows = outputs, transform, gradients, total, memory_mb, shard, detached
-            spec = Reductions(*of_rows, unrounded, found.get("accumulate", "auto"))
-        except ValueError as error:
-            raise ValueError(f"not reductions: {text!r}") from error
-        if spec.text() != text:  # one computation, one text, one cache key
-            raise ValueError(f"not reductions: {text!r} (written {spec.text()!r})")
-        return spec
+        return " ".join(f"{k}={text}" for k, text in fields.items() if text)

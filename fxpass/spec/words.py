@@ -2,8 +2,8 @@
 
 In: a spec. Out: one line, in which z is a logit of the linear and p its softmax::
 
-    >>> words(Reductions.parse("r6 transform=30*tanh(z/30) gradients=x,weight total=pick"))
-    'of 30*tanh(z/30): log-probability of the label; gradients of x and weight with the loss'
+    >>> words(Reductions((), gradients=("x", "weight"), total=("pick",)))
+    'log-probability of the label; gradients of x and weight with the loss'
     >>> words(Reductions((Moment(1, 1), "argmax")))
     'entropy, class of the largest logit; no gradients'
 """

@@ -32,10 +32,11 @@ from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.reductions import Reductions
 from tests.support.gpus import T4, V100
 from tests.support.launches import Launches
 from tests.support.reduction_cases import case
+from tests.support.specs import spec_of
 from tests.unit.op.test_rows import FORMULAS, tensors_of
 
 N, D, V = 24, 16, 50
@@ -231,21 +232,22 @@ def check_launches(launches, gpus) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "outputs=moment(0,1,0);pick gradients=x,weight,bias,scale",
-        "outputs=max;argmax;pick gradients=x,weight,bias,scale",
+        "outputs=moment(0,1,0);pick gradients=x,weight,bias",
+        "outputs=max;argmax;pick gradients=x,weight,bias detached=max",
         "gradients=x,weight,bias total=moment(0,1,0);pick",
-        "outputs=argmax total=moment(0,1,0);pick",
+        "outputs=argmax;moment(0,1,0);pick",
     ],
 )
 def test_everything_happens_on_the_device_of_the_tensors(text, dtype, launches, gpus):
     """Launches with it current, scratch and results, and what is asked of a device."""
-    spec = Reductions.parse(f"{REVISION} {text}")
+    spec = spec_of(text)
     given = operands(dtype, len(spec.total))
     some = plan.plan(7, D, V, dtype, SECOND, spec, True, bool(spec.gradients))
     assert some.implementation == "triton"
     out, grads = reductions.forward(given, spec, some)
     if spec.gradients and not spec.total:
-        grads = reductions.backward(given, spec, some, out, torch.ones_like(out.rows))
+        incoming = out.rows.new_ones(len(spec.of_backward.rows), 7)
+        grads = reductions.backward(given, spec.of_backward, some, out, incoming)
     assert grads.keys() == set(spec.gradients)
     assert {t.device for t in (*out, *grads.values())} == {SECOND}
     check_launches(launches, gpus)

@@ -1,6 +1,6 @@
 """The engine of formulas with a history of autograd, as tests call it.
 
-In: operands and a spec. Out: the results by name; the rows, or the total, have gradients::
+In: operands and a spec. Out: the results by name; the rows, or the sum of a total, have gradients::
 
     found = reduced(Operands(x, weight, None, None, picks, ()), "outputs=pick gradients=x")
     found["rows"].sum().backward()
@@ -8,6 +8,7 @@ In: operands and a spec. Out: the results by name; the rows, or the total, have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from fxpass.op import run
 from fxpass.spec.operands import Operands, Outputs
-from fxpass.spec.outputs import lines_of
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.outputs import Output, lines_of
+from fxpass.spec.reductions import Reductions
+from tests.support.specs import spec_of
 
 
 class _Engine(torch.autograd.Function):
@@ -29,46 +31,57 @@ class _Engine(torch.autograd.Function):
         out, ctx.grads = run.forward(operands, spec)
         ctx.operands, ctx.spec, ctx.out = operands, spec, out
         ctx.dtypes = [t.dtype for t in trained]
-        found = out._replace(total=out.total.sum())
-        ctx.mark_non_differentiable(
-            *(t for name, t in found._asdict().items() if name != _with_history(spec))
-        )
-        return tuple(found)
+        found = out._asdict() | {"total": _total(operands, spec, out)}
+        with_history = "total" if spec.total else "rows"
+        ctx.mark_non_differentiable(*(t for name, t in found.items() if name != with_history))
+        return tuple(found.values())
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Any:  # pyright: ignore
         spec: Reductions = ctx.spec
-        given = Outputs(*incoming)
         if spec.total:
-            found = {name: t * given.total for name, t in ctx.grads.items()}
+            found = {name: t * incoming[-1] for name, t in ctx.grads.items()}
         else:
-            found = run.backward(ctx.operands, spec, ctx.out, trained_lines(ctx, given.rows))
+            found = run.backward(ctx.operands, spec, ctx.out, trained_lines(ctx, incoming[0]))
         grads = zip(spec.gradients, ctx.dtypes, strict=True)
         return None, None, *(found[name].to(dtype) for name, dtype in grads)
+
+
+def _lines(operands: Operands, outputs: Sequence[Output]) -> list[int]:
+    return [lines_of(output, operands.many) for output in outputs]
 
 
 def trained_lines(ctx: Any, rows: Tensor) -> Tensor:
     """The gradients of the outputs that are not detached."""
     outputs = ctx.spec.rows
-    lines = rows.split([lines_of(output, ctx.operands.many) for output in outputs])
+    lines = rows.split(_lines(ctx.operands, outputs))
     pairs = zip(outputs, lines, strict=True)
     return torch.cat([line for output, line in pairs if output not in ctx.spec.detached])
 
 
-def _with_history(spec: Reductions) -> str:
-    return "total" if spec.total else "rows"
+def _total(operands: Operands, spec: Reductions, out: Outputs) -> Tensor:
+    """The sum of a total, as programs add it up: of those of its outputs that the call returns. A
+    row without a coefficient adds 0."""
+    if operands.coef is None:
+        return out.rows.new_zeros(())
+    lines = dict(zip(spec.rows, out.rows.split(_lines(operands, spec.rows)), strict=True))
+    coefs = operands.coef.split(_lines(operands, spec.total))
+    pairs = zip(spec.total, coefs, strict=True)
+    terms = [(coef, lines[output]) for output, coef in pairs if output in lines]
+    return sum(
+        ((c * line).masked_fill_(c == 0, 0).sum() for c, line in terms), out.rows.new_zeros(())
+    )
 
 
 def reduced(operands: Operands, spec: Reductions | str) -> dict[str, Tensor]:
-    """The results by name: those of :class:`Outputs`, of which ``total`` is the sum over the rows.
+    """The results by name: those of :class:`Outputs`, and ``total``, the sum of a total.
 
     Args:
         operands: of the engine.
-        spec: a record, or its text without the revision.
+        spec: a record, or its text.
     """
     if isinstance(spec, str):
-        spec = Reductions.parse(f"{REVISION} {spec}")
-    operands = operands._replace(shard=spec.shard)
+        spec = spec_of(spec)
     trained = run.trained(operands, spec)
     found = _Engine.apply(operands, spec, *trained.values())
-    return dict(zip(Outputs._fields, found, strict=True))
+    return dict(zip((*Outputs._fields, "total"), found, strict=True))

@@ -19,10 +19,11 @@ import torch
 from fxpass.kernels import call, reductions
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands, empty
-from fxpass.spec.outputs import IN_TOTAL, OF_PICKS
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.outputs import OF_PICKS, TRAINED, lines_of
+from fxpass.spec.reductions import Reductions
 from tests.support.driver import Driver, Launched
 from tests.support.gpus import A100, H200, MI300, T4, Card
+from tests.support.specs import spec_of
 
 B200 = Card("NVIDIA B200", 10, 0, 180 << 30, 148)
 CARDS = {"T4": T4, "A100": A100, "H200": H200, "B200": B200, "MI300X": MI300}
@@ -41,7 +42,6 @@ FEATURES = {
     "picks": (0, 1, 3),  # 0: a vector [N]
     "run": ("forward", "backward", "backward", "total", "evaluation"),
     "classes": (256, 65536),  # of a slice
-    "logits": ("", "", "contiguous", "strided", "wide"),
     "sizes": (
         *((130, 64, 4096), (1, 64, 128256), (17, 33, 50257), (300, 8, 1), (20, 8, 257)),
         (1 << 20, 8, 2),
@@ -60,19 +60,19 @@ def cases(seed: int, count: int):
     return itertools.islice(made, count)
 
 
-def spec_of(case) -> Reductions:
+def made(case) -> Reductions:
     gradients = "x,weight" + ",bias" * bool(case["bias"])
     transform = f"transform={case['transform']} " * (case["transform"] != "z")
-    words = case["outputs"].split(";")
-    total = ";".join(w for w in words if "(" in w or w in IN_TOTAL)
+    outputs, words = case["outputs"], case["outputs"].split(";")
+    total = ";".join(w for w in words if "(" in w or w in TRAINED)
     if case["run"] == "total":
         text = f"outputs=argmax;lse {transform}gradients={gradients} total={total}"
     elif case["run"] == "evaluation":
-        text = f"outputs=argmax;lse {transform}total={total}"
+        text = f"outputs={outputs} {transform}".strip()
     else:
-        gradients += ",scale" * case["scaled"]
-        text = f"outputs={case['outputs']} {transform}gradients={gradients}"
-    return Reductions.parse(f"{REVISION} {text}")
+        text = f"outputs={outputs} {transform}gradients={gradients}"
+        text += " detached=max" * ("max" in words)
+    return spec_of(text)
 
 
 def operands_of(case, spec: Reductions) -> Operands:
@@ -80,7 +80,7 @@ def operands_of(case, spec: Reductions) -> Operands:
     dtype = case["dtype"]
     new = case.get("rows") == "new"
 
-    def matrix(rows, columns, dtype=dtype, layout=case["layout"]):
+    def matrix(rows, columns, layout=case["layout"]):
         if layout == "strided":
             return torch.empty(rows, columns + 3, dtype=dtype)[:, :columns]
         if layout == "misaligned":
@@ -95,10 +95,6 @@ def operands_of(case, spec: Reductions) -> Operands:
     k = case["picks"]
     picks = of_rows(*((n, k) if k else (n,)), dtype=torch.int64)
     lines = sum(max(1, k) if output in OF_PICKS else 1 for output in spec.total)
-    logits = None
-    if case["logits"]:
-        wide = F32 if case["logits"] == "wide" else dtype
-        logits = matrix(n, v, wide, case["logits"])
     return Operands(
         x=torch.empty(n, d, dtype=dtype) if new else matrix(n, d),
         weight=matrix(v, d),
@@ -107,7 +103,6 @@ def operands_of(case, spec: Reductions) -> Operands:
         picks=picks if spec.picked else None,
         given=(torch.empty(v), matrix(n, v)),
         coef=torch.empty(lines, n) if spec.total else None,
-        logits=logits,
     )
 
 
@@ -118,25 +113,27 @@ def run(case, driver: Driver) -> None:
         AssertionError: something else was launched than is listed.
     """
     del driver.launched[:]
-    spec, forward = spec_of(case), case["run"] != "backward"
+    spec, forward = made(case), case["run"] != "backward"
     n, _, v = case["sizes"]
     plan = Plan("triton", "chunked" if forward else "tiled", rows=4096, classes=case["classes"])
     with driver.mode:
         operands = operands_of(case, spec)
-        (launch,) = call.for_reductions(spec, operands, driver.gpu, forward)
+        trained = spec if forward else spec.of_backward
+        (launch,) = call.for_reductions(trained, operands, driver.gpu, forward)
         if forward:
             reductions.forward(operands, spec, plan)
         else:
             out = empty(operands, spec)
-            reductions.backward(operands, spec, plan, out, torch.empty_like(out.rows))
+            lines = sum(lines_of(output, operands.many) for output in spec.of_backward.rows)
+            incoming = torch.empty(lines, n)
+            reductions.backward(operands, spec.of_backward, plan, out, incoming)
     listed = {Launched(c.kernel.name, frozenset(c.items)) for c in launch.candidates}
     launched = set(driver.launched)
     if not driver.tries:
         listed = {Launched(launch.name, frozenset(launch.options.items()))}
     assert launched == listed, f"launched {launched}, listed {listed}"
     if not driver.tries:
-        sliced = not forward and not spec.of_largest
-        parts = -(-v // case["classes"]) if sliced else -(-n // 4096)
+        parts = -(-n // 4096) if forward else -(-v // case["classes"])
         assert len(driver.launched) == parts
 
 

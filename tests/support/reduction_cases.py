@@ -41,37 +41,26 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 # A mask of classes, and values [N, V].
 MASKED = "where(given2>0,-2,0.25*given3*z)"
 TRANSFORMS[MASKED] = lambda z, given2, given3: torch.where(given2 > 0, -2, 0.25 * given3 * z)
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda z: z,
-    "padded": lambda z: F.pad(z, (3, 4))[:, 3:-4],
-    "transposed": lambda z: z.t().contiguous().t(),
-}
 
 
 class Case(NamedTuple):
-    """The operands of a call by name, in the order of the engine; ``picks`` and ``coef`` apart.
-    The call may be given its logits, in one of :data:`LAYOUTS`."""
+    """The operands of a call by name, in the order of the engine; ``picks`` and ``coef`` apart."""
 
     tensors: dict[str, Tensor]
     picks: Tensor | None
     spec: Reductions
     frozen: tuple[str, ...] = ()
     coef: Tensor | None = None
-    layout: str = ""
 
     def fused(self, *tensors: Tensor) -> Tensor:
-        """The rows, or the total if there is one."""
+        """The rows, or the sum of the total if there is one."""
         return self.run(tensors)["total" if self.spec.total else "rows"]
 
     def run(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         found = self._named(tensors)
         x, weight, bias, scale = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-        logits = None
-        if self.layout:
-            with torch.no_grad():
-                logits = LAYOUTS[self.layout](_linear(found))
         given = tuple(given_of(found))
-        operands = Operands(x, weight, bias, scale, self.picks, given, self.coef, logits)
+        operands = Operands(x, weight, bias, scale, self.picks, given, self.coef)
         return reduced(operands, self.spec)
 
     def eager(self, *tensors: Tensor) -> Tensor:
@@ -104,9 +93,7 @@ class Case(NamedTuple):
                 lines.append((w * term(output, log)).sum(1))
             elif output in OF_PICKS:
                 assert picks is not None
-                here = picks.clamp(max=z.shape[1] - 1)
-                at = (log if output == "pick" else z).gather(1, here)
-                lines += at.masked_fill(here != picks, 0).unbind(1)
+                lines += (log if output == "pick" else z).gather(1, picks).unbind(1)
             else:
                 lines.append(z.logsumexp(1) if output == "lse" else z.max(1).values)
             if output in self.spec.detached:
@@ -126,8 +113,7 @@ class Case(NamedTuple):
         axes |= {"given0": (v,), "given1": (n, v), "given2": (v,), "given3": (n, v)}
         other = self
         if self.picks is not None:
-            places = torch.cat([v.argsort(), v.new_tensor([len(v)])])
-            other = self._replace(picks=places[self.picks[n]])
+            other = self._replace(picks=v.argsort()[self.picks[n]])
 
         def eager(*tensors: Tensor) -> Tensor:
             permuted = []
@@ -181,15 +167,13 @@ def case(
     frozen: tuple[str, ...] = (),
     total: Sequence[Output] = (),
     detached: tuple[Output, ...] = (),
-    shard: bool = False,
     strided: bool = False,
-    layout: str = "",
 ) -> Case:
-    """A call with random operands. A total has gradients of x, weight and bias only, and some
-    coefficients of 0; of a shard, one row's pick is of another one."""
+    """A call with random operands. The outputs of a total are outputs too; some of its coefficients
+    are 0. A largest logit is detached."""
     n, d, v = shape
     wide = compute_dtype(dtype)
-    every = [*outputs, *total]
+    outputs = every = tuple(dict.fromkeys((*total, *outputs)))
     tensors = {"x": (size * torch.randn(n, d)).to(dtype), "weight": torch.randn(v, d).to(dtype)}
     if bias is not None:
         tensors["bias"] = torch.randn(v).to(bias)
@@ -206,33 +190,23 @@ def case(
     picks = None
     if not set(OF_PICKS).isdisjoint(every):
         picks = torch.randint(v, (n, K) if many else (n,))
-    if shard and picks is not None:
-        picks[0] = v
     if strided:
         tensors = {k: t.repeat_interleave(2, dim=-1)[..., ::2] for k, t in tensors.items()}
         tensors["x"] = tensors["x"].T.contiguous().T
         picks = None if picks is None else picks.T.contiguous().T
-    trained = {f"given{w}" for w in (*weights, *([3] if positions else []))}
-    frozen += tuple(name for name in tensors if name.startswith("given") and name not in trained)
+    frozen += tuple(name for name in tensors if name not in PRODUCTS)
     coef = None
     if total:
-        frozen += tuple(name for name in tensors if name not in PRODUCTS)
         coef = torch.randn(sum(K if many and o in OF_PICKS else 1 for o in total), n).to(wide)
         coef[:, 1:2] = 0
         coef[0, 2:3] = 0
-
-    def spec() -> Reductions:
-        parsed, gradients = (
-            expression.parse(transform),
-            tuple(k for k in tensors if k not in frozen),
-        )
-        more = {"total": tuple(total), "shard": shard, "detached": detached}
-        return Reductions(tuple(outputs), parsed, gradients, **more)
-
-    if detached:
-        read = spec().of_backward.read
-        frozen += tuple(f"given{i}" for i in (0, 1) if i not in read and f"given{i}" in tensors)
-    return Case(tensors, picks, spec(), frozen, coef, layout)
+    gradients = tuple(k for k in tensors if k not in frozen)
+    if gradients and not total:
+        detached = tuple(o for o in outputs if o == "max" or o in detached)
+    spec = Reductions(
+        outputs, expression.parse(transform), gradients, total=tuple(total), detached=detached
+    )
+    return Case(tensors, picks, spec, frozen, coef)
 
 
 def assert_almost_certain(found: Case) -> None:
@@ -251,7 +225,7 @@ def assert_almost_certain(found: Case) -> None:
 
 
 def check(found: Case, dtype: torch.dtype = torch.float32, floor: float = 0.0) -> None:
-    """Values and gradients, as accurate as eager's; beside a total also the outputs. The class of
+    """Values and gradients, as accurate as eager's; beside a total also other outputs. The class of
     the largest logit has it, but for the rounding of logits."""
     tensors, spec = found.all, found.spec
     upstream = torch.randn(found.eager(*tensors).shape)
@@ -267,11 +241,12 @@ def check(found: Case, dtype: torch.dtype = torch.float32, floor: float = 0.0) -
     assert_as_accurate(
         *(found.fused, found.eager, tensors, dtype, upstream), floor=floor, reordered=orders
     )
-    if not (spec.indices or (spec.total and spec.rows)):
+    beside = [output for output in spec.rows if output not in spec.total] if spec.total else []
+    if not (spec.indices or beside):
         return
     results = found.run([t.detach() for t in tensors])
     exact = [t.double() for t in tensors]
-    if spec.total and spec.rows:
+    if beside:
         of_rows = (found.rows(spec.rows, *some) for some in (tensors, exact))
         assert_close([results["rows"]], *([rows] for rows in of_rows), dtype, floor=floor)
     if spec.indices and len(tensors[0]):
@@ -304,7 +279,7 @@ def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | Non
 
     def plan(*of_call: Any) -> Plan:
         spec = of_call[5]
-        if way == "in place" and not (spec.total and spec.gradients):
+        if way == "in place" and not spec.total:
             return PLANS["chunked"]
         if way == "triton" and of_call[2] > 8192:
             return PLANS[way]._replace(classes=8192)
@@ -320,9 +295,9 @@ def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | Non
             )
 
 
-def computes(way: str, total: bool, largest: bool) -> bool:
-    """Whether an implementation has its own computation of a total, or of a gradient of maxima."""
-    return {"tiled": not (total or largest), "in place": total}.get(way, True)
+def computes(way: str, total: bool) -> bool:
+    """Whether an implementation has its own computation of a total, or of rows."""
+    return {"tiled": not total, "in place": total}.get(way, True)
 
 
 def where(way: str, device: torch.device) -> Any:
@@ -369,8 +344,10 @@ VARIANTS: list[dict[str, Any]] = [
 
 def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for i, output in enumerate(OUTPUTS):
-        yield str(output), {"outputs": [output], "variant": i}
-        yield f"huge {output}", {"outputs": [output], "size": 1e4, "bias": "own"}
+        # a largest logit has no gradient
+        outputs = [output, *["lse"] * (output == "max")]
+        yield str(output), {"outputs": outputs, "variant": i}
+        yield f"huge {output}", {"outputs": outputs, "size": 1e4, "bias": "own"}
     for i, (name, outputs) in enumerate(COMBINATIONS.items()):
         for j in range(len(VARIANTS)):
             yield f"{name}, variant {j}", {"outputs": outputs, "variant": i + j}
@@ -379,23 +356,14 @@ def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for outputs, more in ((everything, "and maxima"), ([o for o in everything if o != "max"], "")):
         for shape in ((1, 5, 11), (7, 1, 11), (7, 5, 1), (1, 1, 1), (7, 5, 4), (7, 9, 37)):
             yield f"sizes {shape} {more}", {"outputs": outputs, "shape": shape, **full}
-        for frozen in (
-            *(("x",), ("weight",), ("weight", "bias"), ("scale", "given0")),
-            ("x", "weight", "bias"),
-        ):
+        for frozen in ("x",), ("weight",), ("weight", "bias"):
             yield f"frozen {frozen} {more}", {"outputs": outputs, "frozen": frozen, **full}
         for first in (0, 1):
             detached = tuple(outputs[:-1][first::2])
             found = {"outputs": outputs, "detached": detached, "many": bool(first), **full}
             yield f"detached {first} {more}", {**found, "transform": MASKED}
         yield f"strided {more}", {"outputs": outputs, "many": True, "strided": True, **full}
-        for bias, layout in (("own", "padded"), ("wide", "transposed"), ("own", "contiguous")):
-            found = {"outputs": outputs, "scaled": True, "many": True, "bias": bias}
-            yield f"logits {layout} {more}", {**found, "layout": layout}
     yield "certain", {"outputs": ["lse", "pick", "argmax"], "size": 30.0, "detached": ("lse",)}
-    shard = ["lse", "at", Moment(1, 1), Moment(0, 1, 1)]
-    yield "a shard", {"outputs": shard, "transform": MASKED, "scaled": True, "shard": True}
-    yield "picks of a shard", {"outputs": shard, "many": True, "shard": True}
     for i, (name, total) in enumerate(TOTALS.items()):
         found = {"outputs": [], "total": total, "shape": FEW}
         for j in range(len(VARIANTS)):
@@ -408,7 +376,6 @@ def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
         for j in (0, 1):
             yield f"total: {name} beside outputs {j}", {**found, "outputs": beside, "variant": j}
     yield "total: frozen", {**found, "total": ["pick"], "frozen": ("weight",)}
-    yield "total: logits", {**found, "total": ["pick"], "bias": "wide", "layout": "padded"}
 
 
 CASES: dict[str, dict[str, Any]] = dict(_cases())
@@ -430,12 +397,8 @@ OF_TRITON: dict[str, dict[str, Any]] = {
     "one row": {"outputs": SOME, "shape": (1, 5, 11), "bias": "own"},
     "one class": {"outputs": [*SOME, "max"], "shape": (7, 5, 1), "bias": "own", "many": True},
     "detached": {"outputs": SOME, "detached": tuple(SOME[:-1:2]), "many": True},
-    "frozen": {"outputs": SOME, "frozen": ("x", "weight", "bias"), "bias": "own", "scaled": True},
+    "frozen": {"outputs": SOME, "frozen": ("x", "weight"), "bias": "own", "scaled": True},
     "strided": {"outputs": [*SOME, "max"], "strided": True, **_FULL},
-    "logits": {"outputs": [*SOME, "max"], "layout": "transposed", **_FULL},
-    "logits in blocks": {"outputs": SOME, "layout": "padded", "shape": BLOCKED, "bias": "own"},
-    "a shard": CASES["a shard"],
-    "picks of a shard": CASES["picks of a shard"] | {"shape": BLOCKED},
     **{f"total: {name}": {"outputs": [], "total": total} for name, total in TOTALS.items()},
     "total: blocks of a policy": {
         "outputs": [],
@@ -448,7 +411,6 @@ OF_TRITON: dict[str, dict[str, Any]] = {
         **{"total": TOTALS["a policy's loss"], "transform": "3*tanh(z/3)", "shape": BLOCKED},
         **{"bias": "own", "scaled": True, "many": True},
     },
-    "total: logits": CASES["total: logits"],
 }
 
 
@@ -456,11 +418,7 @@ def cases_of(way: str) -> dict[str, dict[str, Any]]:
     """The cases that an implementation computes in its own way."""
     if way == "triton":
         return OF_TRITON
-    return {
-        name: options
-        for name, options in CASES.items()
-        if computes(way, "total" in options, "max" in options["outputs"])
-    }
+    return {name: options for name, options in CASES.items() if computes(way, "total" in options)}
 
 
 def precisions(way: str, options: dict[str, Any]) -> Iterator[tuple[torch.dtype, torch.dtype]]:
@@ -471,12 +429,10 @@ def precisions(way: str, options: dict[str, Any]) -> Iterator[tuple[torch.dtype,
             yield dtype, multiplied
 
 
-def made(options: dict[str, Any], dtype: torch.dtype, way: str, turn: int = 0) -> Case:
+def made(options: dict[str, Any], dtype: torch.dtype, turn: int = 0) -> Case:
     """The case of some options, of a list's ``turn``-th dtype."""
     options = dict(options)
     if (variant := options.pop("variant", None)) is not None:
         options |= VARIANTS[(variant + turn) % len(VARIANTS)]
     bias = {"own": dtype, "wide": compute_dtype(dtype)}.get(options.pop("bias", ""))
-    # the gradients of what kernels are given are ATen's
-    frozen = options.pop("frozen", ()) + ("given0", "given1", "given3") * (way == "triton")
-    return case(dtype=dtype, bias=bias, frozen=frozen, **options)
+    return case(dtype=dtype, bias=bias, **options)

@@ -20,7 +20,6 @@ def operands(
     scaled: bool = False,
     picks: int | None = None,
     given: tuple[bool, ...] = (),
-    logits: bool = False,
 ) -> Operands:
     """``picks`` of a row, or None; of ``given`` values whether each is ``[N, V]``."""
     return Operands(
@@ -30,5 +29,4 @@ def operands(
         tensor(n) if scaled else None,
         None if picks is None else tensor(n, picks, dtype=torch.int64),
         tuple(tensor(n, v) if of_rows else tensor(v) for of_rows in given),
-        logits=tensor(n, v, dtype=dtype) if logits else None,
     )

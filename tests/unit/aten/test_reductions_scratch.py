@@ -27,16 +27,15 @@ SPECS = {
     "an entropy": Reductions(("pick", Moment(1, 1)), gradients=ALL),
     "soft-cap": Reductions(("pick", Moment(1, 1)), SOFTCAP, ALL),
     "gated": Reductions(("lse", "argmax"), GATED, ALL),
-    "a maximum": Reductions(("max",), gradients=ALL),
+    "a maximum": Reductions(("max", "lse"), gradients=ALL, detached=("max",)),
     "squares": Reductions((Moment(2, 2), Moment(0, 2)), gradients=ALL),
-    "classes": Reductions((Moment(1, 1, 0),), gradients=(*ALL, "given0")),
+    "classes": Reductions((Moment(1, 1, 0),), gradients=ALL),
     "values": Reductions((Moment(0, 1, 1),), gradients=ALL),
-    "values and soft-cap": Reductions((Moment(1, 2, 1),), SOFTCAP, (*ALL, "given1")),
-    "only the scale": Reductions(("lse",), gradients=("scale",)),
+    "values and soft-cap": Reductions((Moment(1, 2, 1),), SOFTCAP, ALL),
     "all of it": Reductions(
         ("pick", "lse", "argmax", Moment(2, 2, 1), Moment(0, 2, 0)),
         GATED,
-        (*ALL, "scale", "given0", "given1"),
+        ALL,
     ),
 }
 TOTALS = {
@@ -99,7 +98,7 @@ def assert_kept(
 @in_pairs("dtype", "memory_mb", name=SPECS, dtype=DTYPES, memory_mb=(1, 6))
 def test_the_budget_is_kept(name, dtype, memory_mb):
     spec = SPECS[name]
-    scaled = memory_mb == 1 or "scale" in spec.gradients
+    scaled = memory_mb == 1
     given = operands(spec, dtype, scaled)
     of_call = N, D, V, dtype, CPU, spec, scaled
     found = plan(*of_call, backward=False)
@@ -109,9 +108,9 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
     assert_kept(found, allocated, [*out], memory_mb)
 
     found = plan(*of_call, backward=True)
-    incoming = torch.ones_like(out.rows)
+    incoming = torch.ones(len(spec.of_backward.rows), N)
     with torch.no_grad(), Allocations() as allocated:
-        grads = reductions.backward(given, spec, found, out, incoming)
+        grads = reductions.backward(given, spec.of_backward, found, out, incoming)
     assert_kept(found, allocated, [*grads.values()], memory_mb)
 
 
@@ -143,29 +142,25 @@ def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb,
 
 
 def test_which_totals_are_in_place():
-    """Those whose logits fit into the weight's gradient, are large, and do not exist yet."""
+    """Those whose logits fit into the weight's gradient, and are large."""
     spec = TOTALS["a loss"]
 
-    def in_place(n=600, d=600, v=15000, spec=spec, exist=False):
-        of_call = n, d, v, torch.float32, CPU, spec, False, True, exist
-        return plan(*of_call).in_place
+    def in_place(n=600, d=600, v=15000, spec=spec):
+        return plan(n, d, v, torch.float32, CPU, spec, False, True).in_place
 
     assert in_place()
     assert not in_place(n=601)
     assert not in_place(v=5000)
     assert not in_place(spec=Reductions((), gradients=("x",), total=("pick",)))
-    assert not in_place(spec=Reductions((), total=("pick",)))
     assert not in_place(spec=SPECS["lse"])
-    assert not in_place(exist=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
 def test_evaluation_takes_a_tile(n, d, v, dtype):
-    for spec in (Reductions(("pick",)), Reductions((), total=("pick",))):
-        found = plan(n, d, v, dtype, CPU, spec, False, bool(spec.total))
-        assert found.scratch <= 24 * MIB
-        assert found.rows == n  # the weight is read once
+    found = plan(n, d, v, dtype, CPU, Reductions(("pick",)), False, False)
+    assert found.scratch <= 24 * MIB
+    assert found.rows == n  # the weight is read once
 
 
 def test_the_users_budget_includes_sums():

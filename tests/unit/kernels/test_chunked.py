@@ -14,11 +14,12 @@ from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.reductions import Reductions
 from tests.support import without_data
 from tests.support.allocations import Allocations
 from tests.support.launches import Launches
 from tests.support.numerics import error
+from tests.support.specs import spec_of
 
 # NumPy's, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -38,8 +39,8 @@ def plan(rows: int = 4096, classes: int = 1 << 20, strategy: str = "tiled") -> P
     return Plan("triton", strategy, rows=rows, classes=classes)
 
 
-LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
-EVALUATED = Reductions((), total=("pick",))
+LOSS = Reductions(("pick",), gradients=("x", "weight"), total=("pick",))
+EVALUATED = Reductions(("pick",))
 ROWS = Reductions(("pick", "lse"), gradients=("x", "weight", "bias"))
 
 FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
@@ -65,18 +66,16 @@ def test_offsets_beyond_2_31(tmp_path, device):
     far = far_rows(tmp_path / "given", rows, v, torch.float32)
     chunk.copy_(logits)
     far.copy_(given)
-    spec = Reductions.parse(f"{REVISION} gradients=x total=moment(0,1,0)")
+    spec = spec_of("outputs=moment(0,1,0) gradients=x total=moment(0,1,0)")
     kernel = render.reductions(spec, given=(True,), whole_row=True)
-    total, lse, rest = (torch.empty(rows) for _ in range(3))
+    outputs = torch.empty(1, rows)
     chunked.load(kernel)[(rows,)](
         logits=chunk,
         given0=far,
         given0_stride=FAR,
         given0_step=1,
-        lse=lse,
-        rest=rest,
+        outputs=outputs,
         incoming=torch.ones(1, rows),
-        total=total,
         stride=FAR,
         N=rows,
         V=v,
@@ -84,7 +83,7 @@ def test_offsets_beyond_2_31(tmp_path, device):
         num_warps=1,
     )
     log = logits.log_softmax(1)
-    torch.testing.assert_close(total, (given * log).sum(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs[0], (given * log).sum(1), rtol=1e-5, atol=1e-5)
     gradient = (given - log.exp() * given.sum(1, keepdim=True)) * render.GAIN
     torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
 
@@ -147,16 +146,14 @@ class Tuner:
         return candidates[-1]
 
 
-@pytest.mark.parametrize("given_logits", [False, True])
-def test_blocks_are_tuned_in_the_buffer(device, monkeypatch, given_logits):
+def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
     """Whatever is tried on uninitialised memory (here: nan) leaves nothing behind, and what is
-    chosen runs; so do logits that are only read."""
+    chosen runs."""
     launches, tuner = Launches(monkeypatch, runs=True), Tuner()
     monkeypatch.setattr(tuning, "best", tuner.best)
     with device:
         x, w = torch.randn(10, 5), torch.randn(1500, 5)
-        logits = x @ w.T if given_logits else None
-        given = operands(10, 1500, total=1, x=x, weight=w, logits=logits)
+        given = operands(10, 1500, total=1, x=x, weight=w)
         for spec in (LOSS, EVALUATED):
             del launches[:], tuner.candidates[:]
             out, grads = reductions.forward(given, spec, plan(rows=4))
@@ -164,21 +161,19 @@ def test_blocks_are_tuned_in_the_buffer(device, monkeypatch, given_logits):
             tried = [candidate["BLOCK_V"] for candidate in tuner.candidates]
             assert {2048, 1024} <= set(tried)  # whole rows, and parts of them
             assert blocks == [*tried, *[tried[-1]] * 3]  # a launch for each chunk
-            assert given.coef is not None
             assert given.picks is not None
-            loss = -F.cross_entropy(x @ w.T, given.picks, reduction="none") * given.coef[0]
-            torch.testing.assert_close(out.total, loss, rtol=1e-5, atol=1e-5)
+            loss = -F.cross_entropy(x @ w.T, given.picks, reduction="none")
+            torch.testing.assert_close(out.rows[0], loss, rtol=1e-5, atol=1e-5)
             assert all(grad.isfinite().all() for grad in grads.values())
-        backward = Reductions(("pick",), gradients=("x", "scale"))
+        backward = Reductions(("pick",), gradients=("x", "weight"))
         scaled = given._replace(coef=None, scale=torch.rand(10))
         out, _ = reductions.forward(scaled, backward, plan())
         found = [
             reductions.backward(scaled, backward, plan(classes=some), out, torch.ones(1, 10))
             for some in (1500, 400)
         ]
-    for name in ("x", "scale"):  # what is tried is not added
+    for name in ("x", "weight"):  # what is tried is not added
         assert error(found[1][name], found[0][name]) < 1e-5
-    assert logits is None or torch.equal(logits, x @ w.T)
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 37), (3, 5, 8200)], ids=["whole", "blocked"])

@@ -7,8 +7,8 @@ import torch
 
 from fxpass.kernels.call import Candidate, Gpu, for_reductions
 from fxpass.kernels.render import reductions
-from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.compiled import Unit, assert_fits, loops, resources
+from tests.support.specs import spec_of
 from tests.support.without_data import operands
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,30 +26,22 @@ TYPES = {
     "rest": "*fp32",
     "saved": "*fp32",
     "incoming": "*fp32",
-    "total": "*fp32",
-    "scale_grad": "*fp32",
     "stride": "i32",
-    "gradient_stride": "i32",
     "N": "i32",
     "V": "i32",
     "slice_start": "i32",
 }
-ALIGNED = (
-    *("logits", "stride", "gradient", "gradient_stride"),
-    *("given0", "given1", "given1_stride", "V"),
-)
+ALIGNED = (*("logits", "stride", "given0", "given1", "given1_stride", "V"),)
 CLASSES, SOME_CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 16032, 4096, 50257
 SOFTCAP = "transform=30*tanh(z/30)"
 POLICY = "outputs=argmax;moment(1,1);pick gradients=x"
 OF_WEIGHTS = "outputs=moment(0,1,1);moment(1,2,0) gradients=x"
-MAXIMA = f"outputs=argmax;max {SOFTCAP} gradients=x,scale"
+MAXIMA = f"outputs=argmax;lse;max {SOFTCAP} gradients=x detached=max"
 POLICY_LOSS = "gradients=x total=moment(1,1);pick"
 TOTAL = f"outputs=argmax {POLICY_LOSS}"
-SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x,scale"
+SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x"
 
 MASK = "transform=where(given0>0,-inf,given1*z)"
-
-GIVEN_LOGITS = {"picks": 1, "logits": True}
 
 # label: spec, classes, dtype of the logits, and the operands that are present
 KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
@@ -68,9 +60,8 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "total, some classes": (TOTAL, SOME_CLASSES, "bf16", {"picks": 1}),
     "total, whole rows": (TOTAL, FEW_CLASSES, "bf16", {"picks": 1}),
     "loss": ("gradients=x total=pick", CLASSES, "bf16", {"picks": 1}),
-    "evaluated loss": ("total=pick", CLASSES, "bf16", {"picks": 1}),
-    "loss of given logits": ("gradients=x total=pick", CLASSES, "bf16", GIVEN_LOGITS),
-    "given logits": (POLICY, ODD_CLASSES, "bf16", GIVEN_LOGITS),
+    "loss and its value": ("outputs=pick gradients=x total=pick", CLASSES, "bf16", {"picks": 1}),
+    "evaluated loss": ("outputs=pick", CLASSES, "bf16", {"picks": 1}),
     "mask": (
         f"outputs=argmax {MASK} {POLICY_LOSS}",
         CLASSES,
@@ -91,10 +82,11 @@ def units(target: str) -> dict[str, Unit]:
     """One for each candidate of each launch."""
     found = {}
     for label, (text, classes, dtype, present) in KERNELS.items():
-        spec = Reductions.parse(f"{REVISION} {text}")
+        spec = spec_of(text)
         given = operands(8, 64, classes, DTYPES[dtype], **present)  # type: ignore[arg-type]
         for forward in (True, False) if not spec.total else (True,):
-            (launch,) = for_reductions(spec, given, Gpu("", target), forward)
+            trained = spec if forward else spec.of_backward
+            (launch,) = for_reductions(trained, given, Gpu("", target), forward)
             for candidate in launch.candidates:
                 sizes = f"{candidate.options['BLOCK_V']} by {candidate.options['num_warps']} warps"
                 name = f"{label}, {'forward' if forward else 'backward'}, {sizes}"
@@ -107,11 +99,11 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     constants = {"K": picks, "PICKS": 1 << max(0, picks - 1).bit_length()}
     constants |= {name: size for name, size in candidate.items if name.isupper()}
     constants |= {"given0_step": 1, "given1_step": 1}
-    ragged = () if aligned else ("V", *["stride"] * ("    gradient," in source))
+    ragged = () if aligned else ("V",)
     return Unit(
         source,
         name,
-        {**TYPES, "logits": f"*{dtype}", "gradient": f"*{dtype}"},
+        {**TYPES, "logits": f"*{dtype}"},
         {key: value for key, value in constants.items() if f"    {key}: tl.constexpr" in source},
         {name: option for name, option in candidate.items if name.islower()},
         tuple(name for name in ALIGNED if name not in ragged),
@@ -137,7 +129,7 @@ def test_instructions_for_a_logit(nvidia):
     options = (("BLOCK_V", 8192), ("LANES", 512), ("VECTOR", 8), ("num_warps", 16))
     units = {}
     for text in INSTRUCTIONS:
-        spec = Reductions.parse(f"{REVISION} {text}")
+        spec = spec_of(text)
         kernel = reductions(spec, forward=bool(spec.total))
         units[text] = unit(Candidate(kernel, options), "bf16", 1, True)
     for text, found in loops(units, nvidia).items():

@@ -30,4 +30,4 @@ def test_values_and_gradients(implementation, way, name, device, monkeypatch):
     for turn, (dtype, multiplied) in enumerate(precisions(way, options)):
         implement(way, monkeypatch, multiplied)
         with where(way, device):
-            check(made(options, dtype, way, turn), dtype, FLOORS.get(way, 0.0))
+            check(made(options, dtype, turn), dtype, FLOORS.get(way, 0.0))

@@ -1,33 +1,24 @@
-"""What a call reads and leaves alone: the same bits again, no writes, logits that exist, picks; by each
-implementation."""
+"""What a call reads and leaves alone: the same bits again, no writes, picks; by each implementation."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
-from tests.support.allocations import Allocations
-from tests.support.engine import reduced
 from tests.support.reduction_cases import (
     BF16,
     F16,
     F32,
     F64,
     FEW,
-    LAYOUTS,
     SOME,
     case,
     check,
     computes,
 )
-from tests.unit.op.test_limits import GIVEN, OF_ROWS, WAYS
+from tests.unit.op.test_limits import OF_ROWS, WAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 
@@ -42,12 +33,12 @@ def test_the_bits_are_the_same_and_nothing_is_written_to_operands(
     """Results have memory of their own, and gradients the dtypes of their operands."""
     total = ["pick", Moment(1, 1)]
     for has_total in (False, True):
-        if not computes(way, has_total, largest=False):
+        if not computes(way, has_total):
             continue
         outputs, more = (["argmax"], {"total": total}) if has_total else (SOME, {})
         shape = FEW if has_total else sizes[-1]
         bias = compute_dtype(dtype) if has_total else dtype
-        found = case(outputs, dtype, "3*tanh(z/3)", bias, True, True, shape, **more, frozen=GIVEN)
+        found = case(outputs, dtype, "3*tanh(z/3)", bias, True, True, shape, **more)
         assert found.picks is not None
         before = [t.clone() for t in (*found.all, found.picks)]
         answers = []
@@ -74,9 +65,7 @@ def test_no_rows(implementation, way, sizes):
     total = ["pick", Moment(1, 1)] if way == "in place" else []
     outputs = [] if total else SOME
     for _, d, v in sizes:
-        found = case(
-            outputs, bias=F32, scaled=not total, shape=(0, d, v), frozen=GIVEN, total=total
-        )
+        found = case(outputs, bias=F32, scaled=not total, shape=(0, d, v), total=total)
         leaves = [t.requires_grad_(k not in found.frozen) for k, t in found.tensors.items()]
         results = found.run(leaves)
         if not total:
@@ -84,50 +73,6 @@ def test_no_rows(implementation, way, sizes):
             assert results["indices"].shape == (1, 0)
         found.fused(*leaves).sum().backward()
         assert not any(t.grad.any() for t in leaves if t.requires_grad)
-
-
-@OF_ROWS
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_that_exist_are_read(implementation, way, layout, sizes):
-    """They are not computed again, nor written to: other weights give the same outputs."""
-    found = case(["pick", Moment(1, 1)])
-    x, w = (t.requires_grad_() for t in found.all)
-    logits = LAYOUTS[layout](F.linear(x, w).detach())
-    before = logits.clone()
-
-    def run(weight: Tensor) -> Tensor:
-        operands = Operands(x, weight, None, None, found.picks, (), None, logits)
-        rows = reduced(operands, found.spec)["rows"]
-        rows.sum().backward()
-        return rows
-
-    assert torch.equal(run((w * 2).detach().requires_grad_()), run(w))
-    assert torch.equal(logits, before)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "way", "total"),
-    # (Triton's interpreter copies what a kernel reads)
-    [
-        ("aten", way, total)
-        for way in ("chunked", "tiled", "in place")
-        for total in (False, True)
-        if computes(way, total, False)
-    ],
-)
-def test_given_logits_that_are_only_read_take_little_memory(implementation, way, total, sizes):
-    """That of a chunk, in the compute dtype: they are not copied."""
-    found = case(["pick"], shape=(40, 5, 1000), frozen=("x", "weight"))
-    z = LAYOUTS["padded"](F.linear(*found.all))
-    some = {"outputs": (), "total": ("pick",)} if total else {}
-    spec = dataclasses.replace(found.spec, gradients=(), **some)
-    coef = torch.ones(1, 40) if total else None
-    with torch.no_grad(), Allocations() as allocated:
-        out = reduced(Operands(*found.all, None, None, found.picks, (), coef, z), spec)
-    assert allocated.peak([*out.values()]) < z.numel() * z.itemsize / 10
-    want = z.log_softmax(1).gather(1, found.picks.unsqueeze(1)).squeeze(1)
-    got = out["total"] if total else out["rows"][0]
-    torch.testing.assert_close(got, want.sum() if total else want)
 
 
 @OF_ROWS

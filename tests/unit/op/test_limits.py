@@ -3,7 +3,6 @@ implementation."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import INDICES, Moment, Output
+from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
 from tests.support.engine import reduced
 from tests.support.pairs import in_pairs
 from tests.support.reduction_cases import (
@@ -39,16 +38,15 @@ OF_ROWS = pytest.mark.parametrize(
 OF_TOTALS = pytest.mark.parametrize(
     ("implementation", "way"), [one for one in WAYS if one[1] != "tiled"]
 )
-GIVEN = ("given0", "given1", "given3")  # their gradients are ATen's
 
 
-def reduce(x, weight, text: str, picks=None, given=(), coef=None, logits=None):
-    return reduced(Operands(x, weight, None, None, picks, tuple(given), coef, logits), text)
+def reduce(x, weight, text: str, picks=None, given=(), coef=None):
+    return reduced(Operands(x, weight, None, None, picks, tuple(given), coef), text)
 
 
 def with_logits(outputs: Sequence[Output], row: Sequence[float], shape, **more) -> Case:
     """Every row has these logits, one of each for so many classes; hidden states are zero."""
-    found = case(outputs, bias=F32, shape=shape, frozen=GIVEN, **more)
+    found = case(outputs, bias=F32, shape=shape, **more)
     times = -(-shape[2] // len(row))
     found.tensors["bias"] = torch.tensor(row).repeat_interleave(times)[: shape[2]].clone()
     found.tensors["x"].zero_()
@@ -84,11 +82,9 @@ LOGITS = {
 @OF_ROWS
 @pytest.mark.parametrize("name", LOGITS)
 def test_the_largest_logit_is_torchs(implementation, way, name, sizes):
-    """With the class of the first of equal ones, but a nan before them, and its gradient."""
+    """With the class of the first of equal ones, but a nan before them."""
     for shape in sizes:
-        found = with_logits(["max", *INDICES], LOGITS[name], shape)
-        if way == "tiled":  # which has no gradient of maxima
-            found = found._replace(spec=dataclasses.replace(found.spec, gradients=()))
+        found = with_logits(["max", *INDICES], LOGITS[name], shape, frozen=PRODUCTS)
         results = found.run([t.detach() for t in found.all])
         bias = found.tensors["bias"]
         highest = bias.max()
@@ -97,8 +93,6 @@ def test_the_largest_logit_is_torchs(implementation, way, name, sizes):
         torch.testing.assert_close(
             results["rows"], highest.expand(1, shape[0]), equal_nan=True, rtol=0, atol=0
         )
-        if way != "tiled" and not highest.isnan():
-            assert_as_eager(found._replace(spec=dataclasses.replace(found.spec, outputs=("max",))))
 
 
 OF_SOFTMAX: list[Output] = ["lse", "pick", Moment(1, 0, 0), Moment(2, 0), Moment(2, 0, 1)]
@@ -114,9 +108,7 @@ def test_some_infinite_logits(implementation, way, sizes):
         assert_as_eager(found)
     # infinite sums, and nan where the weight is 0
     outputs = [Moment(0, 1), Moment(0, 2), Moment(0, 1, 0), Moment(0, 1, 1), "at", "max"]
-    found = with_logits(outputs, [-INF, 1.0, 2.0], sizes[-1])
-    found = found._replace(frozen=tuple(found.tensors))
-    found = found._replace(spec=dataclasses.replace(found.spec, gradients=()))
+    found = with_logits(outputs, [-INF, 1.0, 2.0], sizes[-1], frozen=PRODUCTS)
     for of_infinite in (1.0, 0.0):
         found.tensors["given0"][found.tensors["bias"] == -INF] = of_infinite
         assert_as_eager(found, gradients=False)
@@ -237,7 +229,7 @@ INFINITE = [(3e38, 0.0), (-3e38, 0.0), (3e38, 3e38)]
 )
 def test_a_row_without_a_coefficient_adds_nothing(implementation, way, bad, outputs, total, sizes):
     """Its logits are inf or -inf. (A loop leaves many such rows out, also those of nan.)"""
-    found = case(outputs, total=total, shape=FEW, frozen=GIVEN)
+    found = case(outputs, total=total, shape=FEW)
     x, w = found.tensors["x"], found.tensors["weight"]
     x[:, :2], w[:, :2] = 0, torch.tensor([2.0, -2.0])
     without = found._replace(tensors={k: t.clone() for k, t in found.tensors.items()})
@@ -272,7 +264,7 @@ def test_infinite_logits_of_a_total(implementation, way, bad, classes, sizes):
 def test_a_masked_function_without_a_slope(implementation, way, sizes):
     n, d, v = FEW
     leaves = [torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)]
-    text = "transform=where(given0>0,-inf,where(z>0,1,-1)) gradients=x,weight total=lse"
+    text = "outputs=lse transform=where(given0>0,-inf,where(z>0,1,-1)) gradients=x,weight total=lse"
     mask = (torch.arange(v) % 3 == 1,)
     total = reduce(*leaves, text, given=mask, coef=torch.ones(1, n))["total"]
     assert not any(t.any() for t in torch.autograd.grad(total, leaves))
@@ -286,7 +278,7 @@ def test_coefficients_that_are_nearly_zero(implementation, way, v, exponent, siz
     x, w, picks = torch.randn(3, D), 0.1 * torch.randn(v, D), torch.tensor([1, 2, 3])
     coef = torch.tensor([[0.0, 0.0, exponent]]).exp()
     ours, theirs = ([t.clone().requires_grad_() for t in (x, w)] for _ in range(2))
-    total = reduce(*ours, "gradients=x,weight total=pick", picks, coef=coef)["total"]
+    total = reduce(*ours, "outputs=pick gradients=x,weight total=pick", picks, coef=coef)["total"]
     loss = (F.linear(*theirs).log_softmax(1).gather(1, picks[:, None]).T * coef).sum()
     of_x, of_w = torch.autograd.grad(total, ours)
     exact_x, exact_w = torch.autograd.grad(loss, theirs)

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from fxpass.op import run
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.engine import reduced
 from tests.support.reduction_cases import DTYPES, D, N, V, case
-
-
-def test_some_of_the_given_values_have_gradients():
-    x, weight = torch.randn(4, 6), torch.randn(9, 6)
-    given = torch.rand(9), torch.rand(9, requires_grad=True)
-    operands = Operands(x, weight, None, None, None, given)
-    rows = reduced(operands, "outputs=moment(1,0,0);moment(1,0,1) gradients=given1")["rows"]
-    rows.sum().backward()
-    assert given[0].grad is None
-    assert given[1].grad is not None
-    torch.testing.assert_close(given[1].grad, (x @ weight.T).softmax(1).sum(0))
+from tests.support.specs import spec_of
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_only_detached_outputs_read_may_be_overwritten(dtype):
     """As in eager, whose metrics under no_grad save nothing."""
     metrics = (Moment(1, 0, 1), "at")
-    found = case(("lse", Moment(1, 1, 0), *metrics), dtype, many=True, frozen=("given1",))
-    found = found._replace(spec=dataclasses.replace(found.spec, detached=metrics))
-    tensors = [t.requires_grad_(name != "given1") for name, t in found.tensors.items()]
+    found = case(("lse", Moment(1, 1, 0), *metrics), dtype, many=True, detached=metrics)
+    tensors = [t.requires_grad_(name not in found.frozen) for name, t in found.tensors.items()]
     leaves = [t for t in tensors if t.requires_grad]
     rows = found.fused(*tensors)
     want = torch.autograd.grad(rows.sum(), leaves, retain_graph=True)
@@ -65,10 +51,9 @@ DEFAULT = {
     "picks": None,
     "given": (),
     "coef": None,
-    "logits": None,
-    "spec": f"{REVISION} outputs=lse",
+    "spec": "outputs=lse",
 }
-PICK = f"{REVISION} outputs=pick"
+PICK = "outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
@@ -76,7 +61,6 @@ WRONG = {
         {"weight": torch.ones(V)},
         {"weight": torch.ones(V, D + 1)},
     ],
-    "needs logits": [{"logits": torch.ones(N, V + 1)}],
     "of one floating-point dtype": [
         {"x": torch.ones(N, D, dtype=torch.float64)},
         {"x": torch.ones(N, D).long(), "weight": torch.ones(V, D).long()},
@@ -97,7 +81,7 @@ WRONG = {
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
     "needs picks where outputs read them": [
         {"spec": PICK},
-        {"spec": f"{REVISION} outputs=at"},
+        {"spec": "outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -116,17 +100,10 @@ WRONG = {
         {"given": (torch.ones(V), torch.ones(V).long())}
     ],
     "needs 3 given values, got 1": [
-        {"given": (torch.ones(V),), "spec": f"{REVISION} outputs=moment(1,0,2)"},
-        {"given": (torch.ones(V),), "spec": f"{REVISION} outputs=lse transform=given2*z"},
+        {"given": (torch.ones(V),), "spec": "outputs=moment(1,0,2)"},
+        {"given": (torch.ones(V),), "spec": "outputs=lse transform=given2*z"},
     ],
-    "cannot compute gradients of bias, given1: absent": [
-        {
-            "given": (torch.ones(V),),
-            "spec": f"{REVISION} outputs=lse gradients=x,bias,given0,given1",
-        },
-    ],
-    "another version of fxpass": [{"spec": "v7 reduction=mean"}],
-    "not reductions": [{"spec": f"{REVISION} outputs=loss"}],
+    "cannot compute gradients of bias: absent": [{"spec": "outputs=lse gradients=x,bias"}],
 }
 
 
@@ -138,7 +115,7 @@ def test_operands_that_do_not_fit(message, changes):
     *operands, text = (DEFAULT | changes).values()
 
     def refused():
-        run.forward(Operands(*operands), Reductions.parse(text))
+        run.forward(Operands(*operands), spec_of(text))
 
     with pytest.raises(ValueError, match=message):
         refused()
@@ -148,9 +125,11 @@ def test_a_head_without_classes_adds_nothing():
     x, w = torch.ones(3, 4, requires_grad=True), torch.ones(0, 4, requires_grad=True)
     picks = torch.zeros(3, dtype=torch.int64)
     operands = Operands(x, w, None, None, picks, ())
-    pick, lse = reduced(operands, "outputs=pick;lse gradients=x,weight")["rows"]
+    found = reduced(operands, "outputs=pick;argmax;max;lse gradients=x,weight detached=max")
+    pick, most, lse = found["rows"]
     assert (pick == 0).all()
-    assert (lse == -float("inf")).all()
+    assert (torch.stack([most, lse]) == -float("inf")).all()
+    assert found["indices"].tolist() == [[0] * 3]
     for operand, grad in zip((x, w), torch.autograd.grad(pick.sum(), (x, w)), strict=True):
         assert torch.equal(grad, torch.zeros_like(operand))
 
@@ -158,9 +137,9 @@ def test_a_head_without_classes_adds_nothing():
 def test_a_total_of_no_classes():
     x, w = torch.ones(3, 4), torch.ones(0, 4)
     operands = Operands(x, w, None, None, None, (), torch.ones(1, 3))
-    spec = Reductions.parse(f"{REVISION} gradients=x,weight total=moment(1,1)")
+    spec = spec_of("outputs=moment(1,1) gradients=x,weight total=moment(1,1)")
     out, grads = run.forward(operands, spec)
-    assert out.total.tolist() == [0.0] * 3
+    assert out.rows.tolist() == [[0.0] * 3]
     assert torch.equal(grads["x"], torch.zeros_like(x))
     assert torch.equal(grads["weight"], w)
 
@@ -170,7 +149,7 @@ def test_few_rows_beside_outputs_without_a_gradient():
     found = case(("pick", "lse"), torch.float32)
     x, w = (found.tensors[name].detach().requires_grad_() for name in ("x", "weight"))
     operands = Operands(x, w, None, None, found.picks, ())
-    rows = reduced(operands, "outputs=pick;lse;max gradients=x,weight detached=pick")["rows"]
+    rows = reduced(operands, "outputs=pick;lse;max gradients=x,weight detached=pick;max")["rows"]
     upstream = torch.zeros(len(x))
     upstream[0] = 2
     got = torch.autograd.grad(rows, (x, w), torch.stack([upstream, upstream, 0 * upstream]))
@@ -189,14 +168,3 @@ def test_rows_without_a_gradient_add_nothing(dtype):
     assert torch.equal(
         torch.autograd.grad((rows * 0).nan_to_num().sum(), b)[0], torch.zeros_like(b)
     )
-
-
-def test_picks_of_a_shard_without_classes():
-    """Each of K picks has a line of its own."""
-    x, w = torch.randn(3, D, requires_grad=True), torch.randn(0, D, requires_grad=True)
-    picks = torch.zeros(3, 2, dtype=torch.long)
-    text = "outputs=pick;argmax;max;lse gradients=x,weight shard=1"
-    found = reduced(Operands(x, w, None, None, picks, ()), text)["rows"]
-    assert found.tolist() == [[0.0] * 3] * 2 + [[-float("inf")] * 3] * 2
-    (of_x,) = torch.autograd.grad(found.nan_to_num().sum(), x)
-    assert not of_x.any()

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from fxpass.op import run
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.numerics import error
 from tests.support.pairs import in_pairs
+from tests.support.specs import spec_of
 
 N, D, V = 24, 16, 40
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,7 +19,7 @@ BOTH = "x,weight"
 
 
 def text_of(total):
-    return f"{REVISION} {'' if total else 'outputs=pick '}gradients={BOTH}{' total=pick' * total}"
+    return f"{'' if total else 'outputs=pick '}gradients={BOTH}{' total=pick' * total}"
 
 
 def gradients(dtype, spec, weights):
@@ -53,7 +53,7 @@ def test_the_gradients_are_f32(implementation, run, dtype, unrounded, request):
     total, plan = run
     if plan and implementation == "aten":  # the kernels' plans are below
         request.getfixturevalue(plan)
-    spec = Reductions.parse(f"{text_of(total)} unrounded={unrounded}")
+    spec = spec_of(f"{text_of(total)} unrounded={unrounded}")
     grads, exact = gradients(dtype, spec, torch.rand(1, N))
     for name, got, true in zip(("x", "weight"), grads, exact, strict=True):
         assert got.dtype == (F32 if name in spec.unrounded else dtype)
@@ -67,8 +67,8 @@ def test_kernels_round_them_less_than_eager(strategy, rows, monkeypatch, device)
     planned = Plan("triton", strategy, rows=rows, classes=16)
     monkeypatch.setattr("fxpass.op.run.plan", lambda *_: planned)
     text, weights = text_of(strategy == "chunked"), torch.rand(1, N)
-    wide, exact = gradients(BF16, Reductions.parse(f"{text} unrounded={BOTH}"), weights)
-    rounded, _ = gradients(BF16, Reductions.parse(text), weights)
+    wide, exact = gradients(BF16, spec_of(f"{text} unrounded={BOTH}"), weights)
+    rounded, _ = gradients(BF16, spec_of(text), weights)
     for got, worse, true in zip(wide, rounded, exact, strict=True):
         assert got.dtype == F32
         assert error(got, true) < 0.95 * error(worse, true)
@@ -80,7 +80,7 @@ def test_what_is_refused():
         "gradients=x unrounded=weight",
         "gradients=bias unrounded=bias",
     ):
-        with pytest.raises(ValueError, match="not reductions"):
-            Reductions.parse(f"{REVISION} outputs=pick {text}")
-    with pytest.raises(ValueError, match="not reductions"):
-        Reductions.parse(f"{REVISION} outputs=pick accumulate=bfloat16")
+        with pytest.raises(ValueError, match="may be unrounded"):
+            spec_of(f"outputs=pick {text}")
+    with pytest.raises(ValueError, match="accumulate must be"):
+        spec_of("outputs=pick accumulate=bfloat16")

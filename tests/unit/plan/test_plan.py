@@ -28,9 +28,10 @@ from fxpass.plan.plan import (
 )
 from fxpass.spec import expression
 from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.reductions import Reductions
 from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
+from tests.support.specs import spec_of
 
 F16 = torch.float16
 STRATEGIES = ("chunked", "tiled")
@@ -42,14 +43,15 @@ SOFTCAP = expression.parse("30*tanh(z/30)")
 def loss(
     gradients: tuple[str, ...] = (), strategy="chunked", read: Any = ("pick",), **more: Any
 ) -> Reductions:
-    """A total, whose gradients forward computes, or rows, whose gradients are computed later."""
-    outputs, total = ((), read) if strategy == "chunked" else (read, ())
+    """A total, whose gradients forward computes, or rows, whose gradients are computed later, if
+    there are any."""
+    outputs, total = ((), read) if gradients and strategy == "chunked" else (read, ())
     return Reductions(outputs, gradients=gradients, total=total, **more)
 
 
-def plan(n, d, v, dtype, device, spec, logits_exist=False):
+def plan(n, d, v, dtype, device, spec):
     """The plan of the run that computes the gradients of a loss, or of forward without any."""
-    return plans.plan(n, d, v, dtype, device, spec, False, bool(spec.gradients), logits_exist)
+    return plans.plan(n, d, v, dtype, device, spec, False, bool(spec.gradients))
 
 
 def test_the_cpu_runs_aten_and_says_in_which_dtype():
@@ -151,7 +153,7 @@ def test_plans_for_every_size(which, dtype):
         assert 1 <= got.rows <= max(1, n), where
         assert 1 <= got.classes <= v, where
         # (rows of a chunk hold all classes)
-        classes = got.classes if strategy == "tiled" or got.in_place else v
+        classes = got.classes if got.strategy == "tiled" or got.in_place else v
         steps = -(-max(1, n) // got.rows) * -(-v // classes)
         # each step has a sensible amount of work: logits, or elements of operands
         work = got.rows * classes + (got.rows + classes) * d
@@ -201,10 +203,8 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
             expected,
             expected or got.scratch < 48 * MIB,
         )
-    kept = plan(1024, 1024, 128256, dtype, CPU, loss(BOTH), logits_exist=True)
-    assert not kept.in_place
-    # backward, which needs the largest logits, computes no total
-    spec = Reductions(("max",), gradients=("x", "weight"))
+    # backward, beside the largest logits, computes no total
+    spec = Reductions(("max", "lse"), gradients=("x", "weight"), detached=("max",))
     of_rows = plans.plan(512, 512, 32000, F32, CPU, spec, False, True)
     assert not of_rows.in_place
     assert of_rows.rows < 512
@@ -240,7 +240,8 @@ def test_a_gpus_chunks(dtype, unrounded, head, h200):
             assert not may_round or chunks == 1 or got.rows >= EFFICIENT
 
 
-POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
+POLICY = "outputs=moment(1,1);pick gradients=x,weight"
+LARGEST = "outputs=lse;max detached=max"
 
 
 @pytest.mark.parametrize(
@@ -248,18 +249,16 @@ POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
     [
         (POLICY, BF16, "triton", ("chunked", "tiled")),
         (POLICY, F64, "aten", ("tiled", "tiled")),
-        (f"{REVISION} outputs=moment(0,1,0) gradients=x", BF16, "triton", ("chunked", "tiled")),
-        (f"{REVISION} outputs=max gradients=x", BF16, "triton", ("chunked", "chunked")),
-        (f"{REVISION} outputs=max gradients=x", F64, "aten", ("chunked", "chunked")),
-        (f"{REVISION} gradients=x total=pick", BF16, "triton", ("chunked", "chunked")),
-        # no kernel has the gradients of weights of moments; ATen runs on any device
-        (f"{REVISION} outputs=moment(0,1,0) gradients=x,given0", BF16, "aten", ("tiled", "tiled")),
+        ("outputs=moment(0,1,0) gradients=x", BF16, "triton", ("chunked", "tiled")),
+        (f"{LARGEST} gradients=x", BF16, "triton", ("chunked", "chunked")),
+        (f"{LARGEST} gradients=x", F64, "aten", ("chunked", "chunked")),
+        ("gradients=x total=pick", BF16, "triton", ("chunked", "chunked")),
     ],
 )
 def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, strategies, h200):
     """Both passes have the same one."""
     for backward in (False, True):
-        spec = Reductions.parse(text)
+        spec = spec_of(text)
         got = plans.plan(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
         assert (got.implementation, got.strategy) == (implementation, strategies[backward])
         assert got.scratch <= 1024 * MIB

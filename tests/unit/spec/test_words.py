@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fxpass.spec.expression import parse, text
-from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.words import words
+from tests.support.specs import spec_of
 
 WORDS = {
-    "total=pick": "log-probability of the label; no gradients",
+    "outputs=pick": "log-probability of the label; no gradients",
     "gradients=x,weight total=pick": "log-probability of the label; gradients of x and weight with "
     "the loss",
     "outputs=at;lse gradients=x,weight,bias": "logit of the label, log-sum-exp; gradients of x, "
@@ -21,12 +22,6 @@ WORDS = {
     "sum of given1*p*log(p)**2; no gradients",
     "outputs=max": "largest logit; no gradients",
 }
-
-
-def spec_of(fields: str) -> Reductions:
-    known = ("outputs", "transform", "gradients", "total")
-    given = dict(field.split("=", 1) for field in fields.split(" "))
-    return Reductions.parse(" ".join([REVISION, *(f"{k}={given[k]}" for k in known if k in given)]))
 
 
 @pytest.mark.parametrize("fields", WORDS)
