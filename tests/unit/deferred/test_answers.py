@@ -147,7 +147,7 @@ class WithLoss(Model):
 
 
 class WithLora(Model):
-    """A head with a product beside it keeps its logits."""
+    """A head of two products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,13 +173,6 @@ def read_beside_its_loss(model: Model) -> list[Tensor]:
     return [*made, z.argmax(-1)]
 
 
-def kept(model: Model) -> Tensor:
-    logits = model()
-    assert type(logits) is Tensor
-    of_labels(logits).backward()
-    return logits
-
-
 def inferred(model: Model) -> list[Any]:
     with torch.inference_mode():
         logits = model()
@@ -192,7 +185,7 @@ USES = {
     "views": (Views, trained),
     "measured": (Measured, trained),
     "with its loss": (WithLoss, read_beside_its_loss),
-    "low-rank": (WithLora, kept),
+    "low-rank": (WithLora, lambda model: trained(lambda: of_labels(model()))),
     "inference mode": (Model, inferred),
 }
 
