@@ -149,15 +149,18 @@ def judge(drawn: Drawn) -> tuple[str, str]:
     if "StaleLogitsError" in found.wrong and re.search(r"\w_\(|\] \S?= |step\(", drawn.row.text):
         return "ok", ""  # deferred logits say that what they read was written to
     if found.wrong:
-        inner = "aot_eager" if drawn.way.inner == "eager" else drawn.way.inner  # the pass needs it
         options = {**drawn.way.options, "fusedce.enabled": False}
-        alone = replace(drawn.way, inner=inner, options=options)
-        if outcome(drawn.row, alone).wrong:
-            return "invalid", f"the inner backend alone: {found.wrong}"
+        for inner in _ALONE.get(drawn.way.inner, (drawn.way.inner,)):
+            if outcome(drawn.row, replace(drawn.way, inner=inner, options=options)).wrong:
+                return "invalid", f"the inner backend alone: {found.wrong}"
         return "failed", found.wrong
     if drawn.tags and (broken := tags_of(drawn).wrong):
         return "failed", f"tags: {broken[0]}"
     return "ok", ""
+
+
+# What the pass runs in: AOTAutograd, also within eager, and Inductor's decompositions.
+_ALONE = dict.fromkeys(("eager", "aot_eager"), ("aot_eager", "aot_eager_decomp_partition"))
 
 
 def tags_of(drawn: Drawn) -> row_tags.Check:
@@ -220,7 +223,7 @@ def printed_campaign(seed: int, programs: int, **options: Any) -> Tally:
 
 def like(why: str) -> str:
     """The same for failures that are alike: which value it is, and how it differs, do not count."""
-    return re.sub(r"((output|gradient of) )\w+.*|[0-9.e-]+", r"\1", why)[:60]
+    return re.sub(r"[0-9.e-]+", "", re.sub(r"(output|gradient of) \w+.*", "value", why))[:60]
 
 
 def minimise(drawn: Drawn, judge: Callable[[Drawn], str]) -> Drawn:
