@@ -26,7 +26,7 @@ from fxpass.op.checks import check
 from fxpass.plan import plan
 from fxpass.region.loop import Loop
 from fxpass.region.split import split
-from fxpass.rewrite.settled import rows_pass, settled
+from fxpass.rewrite.settled import programs, rows_pass, settled
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
@@ -105,7 +105,8 @@ def outcome_of(program, devices, gpus) -> tuple[Outcome, list[FusedPart]]:
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         values = [node.meta["example_value"] for node in output.all_input_nodes]
         settings = Settings.read(SETTINGS)
-        outcome, rows = transform(gm, settings, example_inputs), rows_pass(settings)
+        outcome = transform(gm, settings, programs(settings), example_inputs)
+        rows = rows_pass(settings)
         rows.backend()(gm, example_inputs)
         parts = [part for made in rows.made for part in made.parts]
         outcomes.append((settled(outcome, rows.made), parts))

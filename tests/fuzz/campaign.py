@@ -145,13 +145,16 @@ def judge(drawn: Drawn) -> tuple[str, str]:
     if "StaleLogitsError" in found.wrong and re.search(r"\w_\(|\] \S?= |step\(", drawn.row.text):
         return "ok", ""  # deferred logits say that what they read was written to
     if found.wrong:
-        inner = "aot_eager" if drawn.way.inner == "eager" else drawn.way.inner  # the pass needs it
         options = {**drawn.way.options, "fusedce.enabled": False}
-        alone = replace(drawn.way, inner=inner, options=options)
-        if outcome(drawn.row, alone).wrong:
-            return "invalid", f"the inner backend alone: {found.wrong}"
+        for inner in _ALONE.get(drawn.way.inner, (drawn.way.inner,)):
+            if outcome(drawn.row, replace(drawn.way, inner=inner, options=options)).wrong:
+                return "invalid", f"the inner backend alone: {found.wrong}"
         return "failed", found.wrong
     return "ok", ""
+
+
+# What the pass runs in: AOTAutograd, also within eager, and Inductor's decompositions.
+_ALONE = dict.fromkeys(("eager", "aot_eager"), ("aot_eager", "aot_eager_decomp_partition"))
 
 
 def campaign(
@@ -206,7 +209,7 @@ def printed_campaign(seed: int, programs: int, **options: Any) -> Tally:
 
 def like(why: str) -> str:
     """The same for failures that are alike: which value it is, and how it differs, do not count."""
-    return re.sub(r"((output|gradient of) )\w+.*|[0-9.e-]+", r"\1", why)[:60]
+    return re.sub(r"[0-9.e-]+", "", re.sub(r"(output|gradient of) \w+.*", "value", why))[:60]
 
 
 def minimise(drawn: Drawn, judge: Callable[[Drawn], str]) -> Drawn:
