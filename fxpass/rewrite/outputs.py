@@ -147,7 +147,10 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
     # graph alive.
     at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}
     deferrals = {d.recipe: [at[n] for n in d.given] for d in recipes.values()}
-    made_of = [(d.recipe, d.chain, [at[n] for n in d.beside]) for d in recipes.values()]
+    made_of = [
+        (d.recipe, d.chain, [at[n] for n in d.beside], value(node).requires_grad)
+        for node, d in recipes.items()
+    ]
     at |= {n: len(at) + i for i, n in enumerate(recipes)}
     places = [at[n] for n in old]
     trained = any(recipe.requires_grad for recipe in deferrals)
@@ -167,10 +170,10 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
                 # as where the program computes the logits
                 with torch.set_grad_enabled(recipe.requires_grad):
                     made[recipe] = tensor.defer(recipe, [known[i] for i in given], drop=drop)
-            for recipe, chain, beside in made_of:
+            for recipe, chain, beside, needs in made_of:
                 result = made[recipe]
                 if chain is not None:
-                    with torch.set_grad_enabled(recipe.requires_grad), torch._C._DisableAutocast():
+                    with torch.set_grad_enabled(needs), torch._C._DisableAutocast():
                         result = chain.forward(result, *(known[p] for p in beside))
                 known.append(result)
             return tuple(known[p] for p in places)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.rules import A, Env, Plan, Rules, fit, rule
-from fxpass.rows.sizes import packet, same, shape
+from fxpass.rows.rules import A, Env, P, Plan, Rules, fit, rule
+from fxpass.rows.sizes import packet, same, shape, value
 from fxpass.rows.tags import (
     Stop,
     Tag,
@@ -96,6 +96,15 @@ def expand(rules: Rules, node: Node, want: Tag | None) -> Plan:
         return tensor.expand(tensor.shape[0] if tensor.dim() else 1, *map(env.size, inner))
 
     return Plan(tag, [ref], run)
+
+
+@rule("device_put", ns=P)
+def moved(rules: Rules, node: Node, want: Tag | None) -> Plan:
+    """Another device: a loop runs on one."""
+    if want is not None:
+        raise Stop("moves a large operand between devices")
+    before, after = value(source_of(node)).device, value(node).device
+    raise Stop(f"moves the logits from {before} to {after}; move the labels to {before} instead")
 
 
 def source_of(node: Node) -> Node:

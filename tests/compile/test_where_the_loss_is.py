@@ -52,7 +52,8 @@ def distillation(student, teacher, ids: Tensor) -> Tensor:
     return 4 * F.kl_div(found, goal, reduction="batchmean")
 
 
-PROGRAMS = {cross_entropy: 1, dpo: 2, grpo: 2, distillation: 1}  # heads that are fused
+# regions that are fused: the losses of GRPO and of distillation read two heads at a time
+PROGRAMS = {cross_entropy: 1, dpo: 2, grpo: 1, distillation: 1}
 
 
 def models() -> tuple:
