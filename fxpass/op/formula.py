@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,18 +100,19 @@ class Formulas:
         total = incoming if formula.known and self.products else ()
         if not total:
             outputs = (*outputs, *(o for o in incoming if o not in outputs))
-        spec = Reductions(
-            tuple(sorted(outputs, key=_order)),
+        outputs = tuple(sorted(outputs, key=_order))
+        backward = self.products and not total
+        detached = (o for o in outputs if backward and o != "argmax" and o not in incoming)
+        return Reductions(
+            outputs,
             formula.transform,
             tuple(self.products),
             total,
             memory_mb=loop.memory_mb,
             unrounded=unrounded,
             accumulate=loop.accumulate,
+            detached=tuple(detached),
         )
-        if self.products and not total:
-            spec = replace(spec, detached=tuple(o for o in spec.rows if o not in incoming))
-        return spec
 
     def choice(self, n: int, d: int, v: int, device: torch.device) -> Choice:
         """How a run goes."""
