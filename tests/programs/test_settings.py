@@ -1,4 +1,4 @@
-"""Rows about logits that leave, writes and casts, with a setting: their values are eager's."""
+"""Rows about logits that leave, and writes, with a setting: their values are eager's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.support.oracle import Way, outcome
 DEALT = {
     "logits that leave": ({"fusedce.logits": "keep"}, {"fusedce.logits": "defer"}),
     "writes": ({"fusedce.logits": "keep"}, {"fusedce.strategy": "tiled"}),
-    "f32 under autocast": ({"fusedce.strategy": "tiled"},),
 }
 CASES = [
     pytest.param(

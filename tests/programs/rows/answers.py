@@ -95,7 +95,7 @@ ANSWERED = (
 # Writes are seen by all views; what is not answered has the values of the logits.
 COMPUTED = (
     Row("bits", "((s.detach().view(torch.int32) > 1065353216).sum(-1), s.logsumexp(-1))",
-        becomes=BOTH, why="reads the bits of float32 as int32"),
+        becomes=NOTHING, reason="view.dtype", why="reads the bits of float32 as int32"),
     Row("seen by a view",
         "copy = s.clone(); row = copy[0]; copy[:, 3] = 0.0; (row.sum(-1), copy.logsumexp(-1))",
         becomes=BOTH, why="or of which there are views"),

@@ -107,7 +107,7 @@ ROWS = (
     Row("a read of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a, b.cumsum(-1))",
-        left="mm, _log_softmax, cumsum", ways=BOTH_INNER, never=TRAINS),
+        left="mm, 2 sub, exp, cumsum", ways=BOTH_INNER, never=TRAINS),
     Row("a sum of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a + b)",
@@ -155,7 +155,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    logits = F.linear(x, weight)\n"
         "(loss_of(F.linear(x * 2, weight), labels) + loss_of(logits, labels).detach(), logits)",
-        left="mm, _log_softmax", ways=BOTH_INNER),
+        left="mm, 2 sub, exp", ways=BOTH_INNER),
     # eager saves neither x nor weight for the gradient of the bias
     *(Row(f"{name}: written after the loss by the graph", WRITTEN.format(write, returned),
           NOTHING, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
