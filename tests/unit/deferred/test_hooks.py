@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fxpass.deferred.tensor import DeferredLogits
 from tests.support.deferred_pairs import pair
-from tests.support.pairs import in_pairs
 from tests.support.recompiled import LABELS, D, N, V, assert_agrees, leaves, model, values_of
 
 FUSED = partial(torch.compile, backend="fusedce", options={"fusedce.inner": "aot_eager"})
