@@ -290,7 +290,5 @@ def test_deferred_logits_that_are_computed(caplog):
     (line,) = messages(caplog, logging.WARNING)
     number = test_deferred_logits_that_are_computed.__code__.co_firstlineno + 9
     assert f"test_logging.py:{number} logits.sort(0).values.sum() computes" in line
-    assert "which were deferred: sum is not fused" in line
-    assert "aten.sort" in line
-    assert "works along rows" in line
+    assert "which were deferred: sum reads logits of before a step" in line
     assert "float32[1024, 512] of `tests/compile/test_logging.py:" in line
