@@ -341,22 +341,22 @@ JOINT = {
 LEFT = {
     "own rows": case(
         lambda z, t: mean(z, t[:, : z.shape[1]]), ColwiseParallel(output_layouts=Shard(1)),
-        left="gives each rank only its part of the logits, [S(1)]",
+        left="combines rows with other rows",
     ),
     "gathered logits returned": case(
-        lambda z, t: (mean(z, t), z), left="the logits, or what is made of them"
+        lambda z, t: (mean(z, t), z), left="leaves the graph with its classes"
     ),
     # torch wants a gradient of DTensors that leave
     "logits returned": case(
         lambda z, t: (mean(z, t), z.detach()), SHARDED, bias=True,
-        left="the logits, or what is made of them",
+        left="leaves the graph with its classes",
     ),
-    "gathered, uneven": case(mean, v=79, left=UNEVEN, rejected=2),
+    "gathered, uneven": case(mean, v=79, left=UNEVEN),
     # the last rank has none
-    "four, uneven": case(with_margin, v=9, bias=True, world=4, left=UNEVEN, rejected=2),
+    "four, uneven": case(with_margin, v=9, bias=True, world=4, left=UNEVEN),
     "compiled on one rank": case(
         mean, SHARDED, v=12, inner="aot_eager", on_one_rank=True,
-        left="one rank compiles for all ranks (compile_on_one_rank)",
+        left=UNEVEN,
     ),
 }  # fmt: skip
 
