@@ -115,7 +115,7 @@ ROWS = (
     Row("the largest of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "((loss_of(a, labels) + loss_of(b, labels)) * b.amax(), a + b)",
-        BOTH, ways=BOTH_INNER, never=TRAINS),
+        NOTHING, ways=BOTH_INNER, never=TRAINS),
     Row("out of a checkpoint, read by a z-loss",
         "def head(x, weight, labels):\n"
         "    logits = F.linear(x, weight)\n"
