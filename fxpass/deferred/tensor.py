@@ -7,9 +7,8 @@ computed yet::
     logits.float()[:, -1].argmax(-1)  # one row of each sequence is computed
 
 NOTE: deferred logits. The tensor has the values and gradients of the time of its creation, or
-raises. Casts, detach and views stay deferred; every other operation computes the values, once, and
-returns plain tensors. Before an optimizer step, :mod:`fxpass.deferred.optimizers` clones the
-parameters.
+raises. What is not deferred or answered (:mod:`fxpass.deferred.functions`) computes the values,
+once. Before an optimizer step, :mod:`fxpass.deferred.optimizers` clones the parameters.
 """
 
 from __future__ import annotations
@@ -224,9 +223,8 @@ class DeferredLogits(Deferred):
         # the history of a view that was written to is made anew here; it would be while torch
         # registers the hook, which ends the process
         _ = self.grad_fn
-        run = self._part.run
-        if run is not None and is_of_fsdp(hook):
-            for root in run.roots:
+        if is_of_fsdp(hook):
+            for root in getattr(self._part.run, "roots", ()):
                 root.hooks.append(hook)
         else:
             see_gradients([self], "a hook is registered on deferred logits")
