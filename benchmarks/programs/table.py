@@ -18,7 +18,7 @@ from tests.programs.operands import SIZES
 from tests.programs.row import NOTHING, Row
 from tests.support.oracle import FIRST, Outcome
 
-STATUSES = ("fused", "part", "kept", "no")
+STATUSES = ("fused", "part", "no")
 COLUMNS = ("program", "of", "status", "as", "calls", "left", "why not", "equal")
 WRONG = "WRONG"
 LONG = 160  # characters of a reason
@@ -36,7 +36,6 @@ compiled with `fusedce.min_logits_mb=0` and run forward and backward (evaluation
 |---|---|
 | fused | no tensor of the logits' size is left in the graph |
 | part | something is fused, but such a tensor is left |
-| kept | the fused operator reads logits that the graph materialises for something else |
 | no | nothing is fused; *why not* is the first reason that fxpass or Dynamo gives |
 
 *calls*: of the fused operator. *left* names the functions that make a tensor of the logits' size,
@@ -66,7 +65,7 @@ class Result:
         if self.outcome.becomes == NOTHING:
             return "no"
         if self.outcome.left:
-            return "kept" if self.outcome.kept else "part"
+            return "part"
         return "fused"
 
 
