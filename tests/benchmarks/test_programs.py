@@ -47,9 +47,9 @@ def test_the_table():
     )
     assert "| wrong | a test | part | formula | 0 | exp |  | WRONG: off |" in text
     assert totals(RESULTS).splitlines()[2:] == [
-        "| tests | 3 | 1 | 0 | 1 | 1 | 0 |",
-        "| other | 1 | 0 | 1 | 0 | 0 | 1 |",
-        "| all | 4 | 1 | 1 | 1 | 1 | 1 |",
+        "| tests | 3 | 1 | 1 | 1 | 0 |",
+        "| other | 1 | 0 | 1 | 0 | 1 |",
+        "| all | 4 | 1 | 2 | 1 | 1 |",
     ]
 
 
