@@ -95,8 +95,9 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         written = [t for t in given if records[id(t)] is call.sources[at]]
         _check_written(written)
         after = Made(replace(_kept(call, size), writes=call.sources[at]), None)
-        written[0].become(_later(after, like, make))
-        return layout.filled([written[0]] * len(layout.results))
+        changed: Any = written[0]
+        changed.become(_later(after, like, make))
+        return layout.filled([changed] * len(layout.results))
     if not layout.results:
         return func(*args, **kwargs)
     if layout.shown or layout.cast:

@@ -8,7 +8,7 @@ In: a tensor that calls make. Out: what computes it, in the place of a run of a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Later:
         inputs: all that must not change until it is computed.
         given: the tensors behind them, as autograd knows them.
         like, device: its layout, as of a :class:`Run`.
-        answered, seen, hooks, lock: as of a :class:`Run`.
+        seen, lock: as of a :class:`Run`.
     """
 
     def __init__(self, made: Made, layout: Like) -> None:
@@ -38,8 +38,7 @@ class Later:
         self.leaves = leaves_of(calls_of([made]))
         self.roots = [leaf for leaf in self.leaves if isinstance(leaf, Run)]
         self.recipe = replace(self.roots[0].recipe, rows=(), requires_grad=layout.trained)
-        self.answered, self.seen = False, any(root.seen for root in self.roots)
-        self.hooks: list[Callable[..., Any]] = []
+        self.seen = any(root.seen for root in self.roots)
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = []
         self.given: list[Any] = []

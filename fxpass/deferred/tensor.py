@@ -241,7 +241,7 @@ class DeferredLogits(Deferred):
         self._view = None
         return self
 
-    def become(self, other: Any) -> None:
+    def become(self, other: DeferredLogits) -> None:
         torch._C._swap_tensor_impl(self, other)
         self._computes, self._view, self._is_root = other._computes, None, other._is_root
 

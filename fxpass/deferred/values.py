@@ -254,10 +254,6 @@ class Deferred(Tensor):
         part = self._part
         return part.run is not None and part.record is not None
 
-    def become(self, other: Any) -> None:
-        """Has the values and the history of others from now on, as after a write in place."""
-        raise NotImplementedError
-
 
 def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:
     """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
