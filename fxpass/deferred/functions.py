@@ -112,7 +112,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         return layout.filled(_computed(call, layout, given))
     if not all(whole):
         raise Stop("returns some tensors as large as logits, and others that are not")
-    if all(t._part.has_few_rows for t in given):
+    if all(t._part.has_few_rows and not t._part.trained for t in given):
         raise Stop("reads few rows")
     call = _kept(call, size)
     each = enumerate(layout.results)

@@ -39,6 +39,7 @@ from fxpass.rows.rules import A
 from fxpass.rows.sizes import numel, packet, shape, value
 from fxpass.rows.softmaxes import softmaxes
 from fxpass.rows.spelling import spell
+from fxpass.rows.stacks import unstack
 from fxpass.rows.tags import Stop
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def rewrite(
         try:
             spell(attempt)
             softmaxes(attempt)
+            unstack(attempt, products(attempt, least_mb))
             gathers(attempt, products(attempt, least_mb))
             chosen = choose_rows(attempt, products(attempt, least_mb), parts)
             if parts and not chosen:

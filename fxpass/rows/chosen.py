@@ -232,8 +232,13 @@ class _Chosen:
             zeros = self._zeros([shape(rows)[0], classes], source)
             args = self._at(rows, labels), values, True
             return {rows: self._call(A.index_put.default, zeros, *args)}
-        whole = value(rows).numel() * classes == value(source).numel()
-        return {rows: self._shaped(source, [-1, classes])} if whole else None
+        if value(rows).numel() * classes != value(source).numel():
+            return None
+        terms = self.terms.get(source, {None: source}).items()
+        return {
+            self._call(A.index.Tensor, rows, [some]) if some else rows: self._shaped(d, [-1, classes])
+            for some, d in terms
+        }
 
     def _joined(self, node: Node, sizes: Sequence[Any]) -> Terms | None:
         tensors: Any = node.args[0]

@@ -28,6 +28,7 @@ from torch._dynamo import config
 from torch.utils import _pytree as pytree
 
 from benchmarks.compiled import Records
+from fxpass.deferred.values import Deferred
 from fxpass.deferred.watch import watched
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.rejections import Rejection
@@ -142,8 +143,8 @@ def run(
     order: Tensor | None = None,
     rounding: int | None = None,
 ) -> Values | Exception:
-    """Runs a function once: outputs, gradients of all operands that need some (None where there is none), and operands
-    that were written to; or what it raises.
+    """Runs a function once: outputs, gradients of all operands that need some (None where there is
+    none), operands and outputs that were written to; or what it raises.
 
     Args:
         wide: in float64.
@@ -179,8 +180,22 @@ def run(
         if tensor.requires_grad:
             values[f"gradient of {name}"] = _in(back, name, tensor.grad)
         if not torch.equal(tensor.detach(), before[name]):
-            values[f"{name} afterwards"] = _in(back, name, tensor.detach())
+            values[f"{name} afterwards"] = _in(back, name, tensor.detach().clone())
+    values["written"] = _written([t for t in outputs if isinstance(t, Tensor)])
     return values
+
+
+def _written(outputs: list[Tensor]) -> str | None:
+    """What outputs are once the program has written to one after the other; empty if it may not.
+    None where that would compute logits."""
+    if any(isinstance(t, Deferred) for t in outputs):
+        return None
+    try:
+        for i, t in enumerate(outputs):
+            t.fill_(i % 2)
+    except RuntimeError:
+        return ""
+    return str([t.tolist() for t in outputs])
 
 
 def _in(order: Tensor | None, name: str, tensor: Tensor | None) -> Tensor | None:
@@ -216,7 +231,10 @@ def differs(
     others = functools.cache(lambda: _in_other_orders(row, way, exact))
     for name, ours in got.items():
         theirs, true = eager[name], exact.get(name, eager[name])
-        if _kind(ours) != _kind(theirs):
+        if name == "written":
+            if theirs and ours is not None and ours != theirs:
+                yield f"outputs that are written to: {ours or 'cannot be'} for {theirs}"
+        elif _kind(ours) != _kind(theirs):
             yield f"{name}: {_kind(ours)} for {_kind(theirs)}"
         elif isinstance(ours, Tensor):
             narrow = _coarsest(row, way, ours.dtype, named)
