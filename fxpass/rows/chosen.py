@@ -236,7 +236,9 @@ class _Chosen:
             return None
         terms = self.terms.get(source, {None: source}).items()
         return {
-            self._call(A.index.Tensor, rows, [some]) if some else rows: self._shaped(d, [-1, classes])
+            self._call(A.index.Tensor, rows, [some]) if some else rows: self._shaped(
+                d, [-1, classes]
+            )
             for some, d in terms
         }
 

@@ -165,7 +165,9 @@ class _Emitter:
         joint = bool(outputs) and isinstance(outputs[0], list | tuple)
         shown = {n for n in self.replaced.values() if packet(n) in VIEWS}
         forward = outputs[0] if joint else outputs
-        copies = {n: self.outer.call(A.clone.default, n) for n in tree_leaves(forward) if n in shown}
+        copies = {
+            n: self.outer.call(A.clone.default, n) for n in tree_leaves(forward) if n in shown
+        }
         if copies:
             forward = map_arg(forward, lambda n: copies.get(n, n))
             end.args = ((forward, *outputs[1:]) if joint else forward,)

@@ -77,7 +77,9 @@ class _Stacks:
         others = [a for a in tensors if a not in self.parts and len(shape(a)) == rank]
         if not all(is_one(shape(a)[0]) for a in others):
             return
-        of: dict[Node, Any] = {a: [self._one(a)] for a in others} | {a: self.parts[a] for a in stacked}
+        of: dict[Node, Any] = {a: [self._one(a)] for a in others} | {
+            a: self.parts[a] for a in stacked
+        }
 
         def part(i: int) -> Node:
             given = map_arg(

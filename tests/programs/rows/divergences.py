@@ -96,6 +96,14 @@ ROWS = (
         "of_student = F.kl_div(mixed, student, reduction='none', log_target=True); "
         "(beta * of_teacher + (1 - beta) * of_student).sum(-1).mean()", REGION,
         of="GKD", trained=("x", "weight")),
+    Row("Jensen-Shannon of a stacked mixture, some tokens of a part",
+        "beta = temperature; given = (F.linear(_sequences(x), weight), "
+        "F.linear(_sequences(teacher_x), teacher_weight)); "
+        "student, teacher = ((z[:, 1:] / temperature).log_softmax(-1) for z in given); "
+        "both = torch.stack([student + torch.log1p(-beta), teacher + torch.log(beta)]); "
+        "jsd = F.kl_div(both.logsumexp(0), teacher, reduction='none', log_target=True); "
+        "jsd[tokens[:, 0] % B, tokens[:, 1] % (T - 1)].sum()", REGION,
+        of="GKD", trained=("x", "weight")),
     Row("Jensen-Shannon of shifted, masked tokens",
         "student = F.linear(_sequences(x), weight)[:, :-1].log_softmax(-1); "
         "teacher = F.linear(_sequences(teacher_x), teacher_weight)[:, :-1].log_softmax(-1); "

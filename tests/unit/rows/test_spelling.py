@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpass.rows.softmaxes import softmaxes
 from fxpass.rows.spelling import spell
+from fxpass.rows.stacks import unstack
 
 Z = torch.randn(6, 5)
 # what a program computes, and the calls that are left of it, but for views
@@ -35,6 +36,22 @@ OTHER = {
     ),
 }
 VIEWS = ("view", "squeeze", "unsqueeze", "expand")
+
+STACKS = {
+    "the logarithm of a sum": (lambda a, b: torch.stack([a, b]).logsumexp(0), "logaddexp"),
+    "a sum, kept": (lambda a, b: torch.stack([a, b]).exp().sum(0, True), "exp exp add"),
+    "the largest of three": (
+        lambda a, b: torch.stack([a, b, a * b]).amax(0),
+        "mul maximum maximum",
+    ),
+    "one part": (lambda a, b: (torch.stack([a, b]) * b)[1], "mul"),
+    "with another stack": (
+        lambda a, b: (torch.stack([a, b]) - torch.stack([b, a])).tanh().sum(0),
+        "sub sub tanh tanh add",
+    ),
+    "rows of both": (lambda a, b: torch.stack([a, b]).sum(1), "cat sum"),
+    "other classes": (lambda a, b: torch.stack([a[:, :3], b[:, :3]]).sum(0), "cat sum"),
+}
 
 
 def _spelled(program):
@@ -79,3 +96,18 @@ def test_infinite_rows():
 def test_a_cross_entropy_reads_a_log_softmax():
     module = _spelled(lambda z: F.cross_entropy(z, torch.tensor([1, 2, 3, 4, 0, 1])))
     assert "_log_softmax" in calls(module)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(name):
+    program, wanted = STACKS[name]
+    given = Z, torch.randn(6, 5)
+    module = make_fx(program, select_decomp_table(), tracing_mode="fake")(*given)
+    spell(module.graph)
+    softmaxes(module.graph)
+    unstack(module.graph, module.graph.find_nodes(op="placeholder"))
+    module.graph.lint()
+    module.recompile()
+    left = [call for call in calls(module) if call not in (*VIEWS, "slice")]
+    assert sorted(left) == sorted(wanted.split())
+    torch.testing.assert_close(module(*given), program(*given))
