@@ -3,3 +3,5 @@
 Tags say which dimensions are rows, rules how a node runs on a chunk, phases what runs together.
 Imports ``op``, ``region``, ``graph``, ``plan`` and ``spec``.
 """
+
+import torch._inductor.inductor_prims  # noqa: F401  adds prims.fma, which rules name
