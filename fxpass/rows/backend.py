@@ -33,6 +33,7 @@ from fxpass.rows.chosen import choose_rows
 from fxpass.rows.collectives import gathers
 from fxpass.rows.emit import emit
 from fxpass.rows.heads import PRODUCTS, may_have_heads, products
+from fxpass.rows.outer import own_outputs
 from fxpass.rows.reasons import Declined, FoundHead, FusedPart, declined, fused_part
 from fxpass.rows.regions import Found, regions
 from fxpass.rows.rules import A
@@ -112,6 +113,7 @@ def rewrite(
             why = [declined(head, stop, found.later) for head, stop in found.declined.items()]
             if found.parts and (largest or first or not why):
                 made = _emitted(attempt, found, options)
+                own_outputs(attempt, module.graph)
                 module.graph = attempt
                 module.recompile()
                 made.graph, made.declined, made.text = module, why, graph_text(module)

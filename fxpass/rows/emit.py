@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpass.op import rows as _rows  # noqa: F401  registers the operator
@@ -28,7 +27,7 @@ from fxpass.rows.masks import masks
 from fxpass.rows.outer import Outer
 from fxpass.rows.powers import ONE, Power
 from fxpass.rows.regions import Found, Part
-from fxpass.rows.rules import VIEWS, A, P, Rules
+from fxpass.rows.rules import A, P, Rules
 from fxpass.rows.sizes import hint, is_tensor, keys, packet, shape, value
 from fxpass.rows.softmaxes import taken_apart
 from fxpass.rows.tangents import degrees
@@ -145,7 +144,6 @@ class _Emitter:
         for node, result in self.replaced.items():
             result.meta["val"] = node.meta["val"]
             _reshaped(result)
-        self._own_outputs()
         self._keep_what_is_written()
         for node in list(self.graph.nodes):
             made = taken_apart(outer.call, node) if node not in self.found.inside else None
@@ -157,20 +155,6 @@ class _Emitter:
         inside = self.found.inside  # FX calls a wait for other ranks an effect
         self.graph.eliminate_dead_code(lambda node: node not in inside and node.is_impure())
         self.graph.lint()
-
-    def _own_outputs(self) -> None:
-        """An output of forward that was no view is none: the program may write to it."""
-        end = self.graph.output_node()
-        outputs: Any = end.args[0]
-        joint = bool(outputs) and isinstance(outputs[0], list | tuple)
-        shown = {n for n in self.replaced.values() if packet(n) in VIEWS}
-        forward = outputs[0] if joint else outputs
-        copies = {
-            n: self.outer.call(A.clone.default, n) for n in tree_leaves(forward) if n in shown
-        }
-        if copies:
-            forward = map_arg(forward, lambda n: copies.get(n, n))
-            end.args = ((forward, *outputs[1:]) if joint else forward,)
 
     def _keep_what_is_written(self) -> None:
         """Inputs that forward writes to in the end, as ``bias.data.mul_(2)`` does, are copied: what

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
-from torch.utils._pytree import SequenceKey, tree_map_only
+from torch.utils._pytree import SequenceKey, tree_leaves, tree_map_only
 from torch.utils._sympy.functions import FloorDiv
 
 from fxpass.op import saved
-from fxpass.rows.rules import A, P
+from fxpass.rows.rules import VIEWS, A, P
 from fxpass.rows.sizes import is_known, is_tensor, key, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View
 
@@ -344,3 +344,30 @@ def _writes(node: Node) -> bool:
 
 def _with_letters(node: Node, letters: str) -> list[tuple[Any, str]]:
     return list(zip(shape(node), letters, strict=True))
+
+
+def _is_view(node: Node) -> bool:
+    return packet(node) in VIEWS - {A._unsafe_view}
+
+
+def own_outputs(graph: Graph, before: Graph) -> None:
+    """An output of forward that was no view becomes none: the program may write to it, and autograd
+    sees a write to what it has saved.
+
+    Args:
+        graph: changed in place; of a joint graph, the first outputs are those of forward.
+        before: the graph as it was.
+    """
+    outputs = [one.output_node().args[0] for one in (before, graph)]
+    if isinstance(outputs[0][0] if outputs[0] else None, list | tuple):  # pyright: ignore
+        outputs = [one[0] for one in outputs]  # pyright: ignore
+    copies: dict[Node, Node] = {}
+    for old, new in zip(*map(tree_leaves, outputs), strict=True):
+        if not isinstance(new, Node) or new in copies or _is_view(old) or not _is_view(new):
+            continue
+        with graph.inserting_after(new):
+            copies[new] = graph.call_function(A.clone.default, (new,))
+        copies[new].meta = dict(new.meta)
+    end, wanted = graph.output_node(), outputs[1]
+    made = map_arg(wanted, lambda node: copies.get(node, node))
+    end.args = (made if wanted is end.args[0] else (made, *end.args[0][1:]),)  # pyright: ignore

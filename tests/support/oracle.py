@@ -187,8 +187,8 @@ def run(
 
 def _written(outputs: list[Tensor]) -> str | None:
     """What outputs are once the program has written to one after the other; empty if it may not.
-    None where that would compute logits."""
-    if any(isinstance(t, Deferred) for t in outputs):
+    None where that computes logits, or is written to views or in inference mode."""
+    if any(isinstance(t, Deferred) or t._is_view() or t.is_inference() for t in outputs):
         return None
     try:
         for i, t in enumerate(outputs):
