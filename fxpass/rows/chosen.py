@@ -71,6 +71,7 @@ class _Chosen:
 
     def visit(self, node: Node) -> bool:
         """Replaces a node, or notes what it is; says whether it is replaced."""
+        self.outer.trace = node.meta.get("stack_trace")
         made = self._taken(node) or self._multiplied(node)
         if made is not None:
             node.replace_all_uses_with(made)
@@ -176,7 +177,6 @@ class _Chosen:
                 made = self._call(operator.getitem, self._of(source, rows), node.args[1])  # pyright: ignore
             else:
                 made = self._same(node, lambda arg: self._operand(arg, rows, sizes))
-            made.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
             self.layouts[made] = shape(rows)
             self._known[name] = made
         return self._known[name]

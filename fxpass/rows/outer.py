@@ -42,11 +42,16 @@ class Outer:
     Args:
         graph: the graph, which is changed.
         inside: the nodes that go.
+
+    Attributes:
+        made: the nodes that are added.
+        trace: where the program has them, if it is one place.
     """
 
     def __init__(self, graph: Graph, inside: Collection[Node] = ()) -> None:
         self.graph, self.end = graph, graph.output_node()
         self.made: set[Node] = set()
+        self.trace: str | None = None
         self._numbers: dict[Any, Node] = {}
         self._rows: dict[View, Node] = {}
         self._inside: dict[View, Node] = {}
@@ -67,6 +72,8 @@ class Outer:
         elif self.mode is not None:
             with self.mode:
                 node.meta["val"] = tree_map_only(Tensor, _without_base, target(*given, **named))
+        if self.trace is not None:
+            node.meta["stack_trace"] = self.trace
         self.made.add(node)
         return node
 

@@ -48,6 +48,7 @@ class _Stacks:
 
     def visit(self, node: Node) -> None:
         """Replaces a node, or notes of which parts it is a stack."""
+        self.outer.trace = node.meta.get("stack_trace")
         what, source = packet(node), node.args[0] if node.args else None
         if what is A.cat:
             if parts := _stacked(node):
@@ -90,10 +91,9 @@ class _Stacks:
         self.parts[node] = [part(i) for i in range(len(self.parts[stacked[0]]))]
 
     def _reduced(self, node: Node, parts: list[Node]) -> None:
-        named = bound(node)
-        dims, dtype = named["dim"], named.get("dtype")
-        rounds = len(parts) > 2 and value(node).itemsize < 4
-        if list(dims or ()) != [0] or rounds or dtype not in (None, value(parts[0]).dtype):
+        named, dtype = bound(node), value(node).dtype
+        rounds = len(parts) > 2 and dtype.itemsize < 4
+        if list(named["dim"] or ()) != [0] or rounds or dtype != value(parts[0]).dtype:
             return
         total, *more = parts
         for one in more:

@@ -270,6 +270,10 @@ PAIRS = lines("""
 torch.maximum({z}, {o})
 torch.logaddexp({z}, {o})
 torch.stack([{z}, {o}]).logsumexp(0)
+(torch.stack([{z}, {o}]) * 0.5).exp().sum(0)
+torch.stack([{z}, {o}, {z} * {o}]).amax(0)
+torch.stack([{o}.log_softmax({d}) + 0.5, {z}.log_softmax({d})]).logsumexp(0)
+(torch.stack([{z}, {o}]) > 0).sum(0) * {z}
 {z}.softmax({d}) * {o}
 torch.where({z} > {o}, {z}, 0.5 * {o})
 torch.lerp({z}, {o}, 0.3)

@@ -44,6 +44,10 @@ STACKS = {
         lambda a, b: torch.stack([a, b, a * b]).amax(0),
         "mul maximum maximum",
     ),
+    "how many are positive": (
+        lambda a, b: (torch.stack([a, b]) > 0).sum(0),
+        "cat gt sum",
+    ),
     "one part": (lambda a, b: (torch.stack([a, b]) * b)[1], "mul"),
     "with another stack": (
         lambda a, b: (torch.stack([a, b]) - torch.stack([b, a])).tanh().sum(0),
