@@ -124,7 +124,8 @@ class Programs:
         return self._program(drawing, alike, line), drawing.tensors
 
     def _program(self, drawing: Drawing, alike: _Alike, line: str) -> Compiled:
-        known = alike.known.setdefault(drawing.fixed, [])
+        numbers = drawing.fixed, drawing.alike  # a number may be equal to a size, or not
+        known = alike.known.setdefault(numbers, [])
         if isinstance(known, str):
             raise Stop(known)
         for program in known:
@@ -137,7 +138,7 @@ class Programs:
         try:
             known.append(apart(lambda: self._made(drawing, line)))
         except Stop as stop:
-            alike.known[drawing.fixed] = str(stop)
+            alike.known[numbers] = str(stop)
             raise
         return known[-1].run
 

@@ -253,14 +253,15 @@ def test_a_program_that_cannot_be_made_computes_the_logits(monkeypatch):
 
 
 def test_a_program_is_made_once(monkeypatch):
-    """For the next step; and from the second one on for any number of rows."""
+    """For the next step; and from the second one on for any number of rows, but for that of
+    sequences."""
     made, once = [], Programs._made
     monkeypatch.setattr(Programs, "_made", lambda *a: made.append(a) or once(*a))
     model = deferring(Model())
-    for rows in (6, 6, 5, 3):
+    for rows, programs in ((6, 1), (6, 1), (5, 2), (4, 2), (len(LABELS), 3), (5, 3)):
         logits = model()[:, :rows]
         F.cross_entropy(logits.flatten(0, 1), LABELS[:, :rows].flatten()).backward()
-    assert len(made) == 2
+        assert len(made) == programs
 
 
 @pytest.mark.parametrize("loss_of", [of_labels, lambda z: of_labels(z.log_softmax(-1) * 2)])
