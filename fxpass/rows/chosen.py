@@ -12,6 +12,7 @@ itself compute the chosen ones; a gradient that is put into zeros is multiplied 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -94,9 +95,6 @@ class _Chosen:
     def _shaped(self, node: Node, sizes: Iterable[Any]) -> Node:
         return self._call(A.reshape.default, node, self._sizes(sizes))
 
-    def _range(self, count: Any) -> Node:
-        return self.outer.numbers(count)
-
     def _zeros(self, sizes: Iterable[Any], like: Node, number: Any = 0) -> Node:
         options = {"dtype": value(like).dtype, "device": value(like).device}
         return self._call(A.full.default, self._sizes(sizes), number, **options)
@@ -106,8 +104,8 @@ class _Chosen:
     def _rows(self, node: Node, sizes: Sequence[Any]) -> tuple[Node, Node | None] | None:
         """The numbers ``[M]`` of the rows of these sizes that a node takes or puts, and the class
         of each if it takes or puts one."""
-        what, labels, rank = packet(node), None, len(sizes)
-        every = self._shaped(self._range(self.outer.product(sizes)), sizes)
+        what, labels, rank, size = packet(node), None, len(sizes), self.outer.size
+        every = self._shaped(self.outer.numbers(self.outer.product(sizes)), sizes)
         if what in (*_INDEX, *_INDEX_PUT):
             indices = _integers(node)
             if indices is None or (len(indices) > rank and _picks(indices, sizes)):
@@ -121,14 +119,13 @@ class _Chosen:
             dim, target, args = _part(node)
             if not self.parts or dim >= rank:
                 return None
-            rows = self._call(target, every, *[self._size(arg) for arg in args])
+            rows = self._call(
+                target, every, *(size(a) if isinstance(a, torch.SymInt) else a for a in args)
+            )
         return self._shaped(rows, [-1]), labels
 
-    def _size(self, arg: Any) -> Any:
-        return self.outer.size(arg) if isinstance(arg, torch.SymInt) else arg
-
     def _at(self, rows: Node, labels: Node) -> list[Node]:
-        return [self._range(self.outer.size(shape(rows)[0])), labels]
+        return [self.outer.numbers(self.outer.size(shape(rows)[0])), labels]
 
     def _taken(self, node: Node) -> Node | None:
         """What is chosen of a head's rows."""
@@ -170,7 +167,7 @@ class _Chosen:
             sizes, source = self.layouts[node], node.args[0]
             if packet(node) in (A.mm, A.addmm):
                 *bias, x, weight = node.args
-                made = self._call(node.target, *bias, self._call(A.index.Tensor, x, [rows]), weight)
+                made = self._call(node.target, *bias, self._hidden(x, rows), weight)
             elif packet(node) in _VIEWS:
                 made = self._of(source, rows)  # pyright: ignore[reportArgumentType]
             elif packet(node) is operator.getitem:
@@ -180,6 +177,13 @@ class _Chosen:
             self.layouts[made] = shape(rows)
             self._known[name] = made
         return self._known[name]
+
+    def _hidden(self, x: Any, rows: Node | None) -> Any:
+        """Some rows of hidden states, of which some may have been chosen before."""
+        if rows is not None and x in self.outer.made and packet(x) is A.index:
+            x, (chosen,) = x.args
+            rows = self._call(A.index.Tensor, chosen, [rows])
+        return x if rows is None else self._call(A.index.Tensor, x, [rows])
 
     def _same(self, node: Node, of: Callable[[Node], Node]) -> Node:
         """The same call of tensors ``[M, ...]``."""
@@ -247,7 +251,7 @@ class _Chosen:
         dim, start, terms = bound(node)["dim"] % len(shape(node)), 0, Terms()
         if dim == len(sizes) or any(len(shape(t)) <= len(sizes) for t in tensors):
             return None
-        every = self._shaped(self._range(self.outer.product(sizes)), sizes)
+        every = self._shaped(self.outer.numbers(self.outer.product(sizes)), sizes)
         for tensor in tensors:
             end = start + shape(tensor)[dim]
             rows = self._call(A.slice.Tensor, every, dim, *map(self.outer.size, (start, end)))
@@ -299,7 +303,6 @@ class _Chosen:
         turned: Any = a.args[0] if isinstance(a, Node) and packet(a) is A.permute else None
         made: list[Node] = []
         turn = lambda t: self._call(A.permute.default, t, [1, 0])  # noqa: E731
-        some = lambda x, rows: x if rows is None else self._call(A.index.Tensor, x, [rows])  # noqa: E731
         if packet(node) is A.mm and a in self.terms:
             for rows, d in self.terms[a].items():  # pyright: ignore[reportArgumentType]
                 product = self._call(A.mm.default, d, b)
@@ -309,20 +312,21 @@ class _Chosen:
                 made.append(product)
         elif packet(node) is A.mm and turned in self.terms:
             terms = self.terms[turned].items()
-            made += [self._call(A.mm.default, turn(d), some(b, rows)) for rows, d in terms]
+            made += [self._call(A.mm.default, turn(d), self._hidden(b, rows)) for rows, d in terms]
         elif packet(node) is A.mm and b in self.terms and turned is not None:
             terms = self.terms[b].items()  # pyright: ignore[reportArgumentType]
-            made += [self._call(A.mm.default, turn(some(turned, rows)), d) for rows, d in terms]
-        elif node.target is A.sum.dim_IntList and a in self.terms and _are_rows(b, len(shape(a))):  # pyright: ignore
+            made += [
+                self._call(A.mm.default, turn(self._hidden(turned, rows)), d) for rows, d in terms
+            ]
+        elif node.target is A.sum.dim_IntList and a in self.terms:
+            rank: int = len(shape(a))  # pyright: ignore[reportArgumentType]
+            if sorted(d % rank for d in b) != list(range(rank - 1)):  # pyright: ignore
+                return None
             for rows, d in self.terms[a].items():  # pyright: ignore[reportArgumentType]
                 total = self._call(A.sum.dim_IntList, d, b if rows is None else [0], **node.kwargs)
                 made.append(self._shaped(total, shape(node)))
-        if not made:
-            return None
-        total, *more = made
-        for one in more:
-            total = self._call(A.add.Tensor, total, one)
-        return total
+        add = functools.partial(self._call, A.add.Tensor)
+        return functools.reduce(add, made) if made else None
 
 
 def _integers(node: Node) -> list[Any] | None:
@@ -361,10 +365,6 @@ def _part(node: Node) -> tuple[int, Any, tuple[Any, ...]]:
     if packet(node) in (A.select, A.select_scatter):
         return dim, A.select.int, (dim, named["index"])
     return dim, A.slice.Tensor, (dim, named["start"], named["end"], named["step"])
-
-
-def _are_rows(dims: Any, rank: int) -> bool:
-    return sorted(d % rank for d in dims) == list(range(rank - 1))
 
 
 def _keeps_classes(view: Node) -> bool:

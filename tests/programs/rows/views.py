@@ -43,6 +43,6 @@ ROWS = becoming((
     *(Row(name, OF.format(text)) for name, text in VIEWS.items()),
     Row("one row", OF.format("s[0, 0], t[0, 0]"), computes=("outside",)),
 ), {
-    REGION: ("number by index", "rows by a number and a tensor", "a slice of the classes, then rows",
+    REGION: ("number by index", "a slice of the classes, then rows",
              "classes by a tensor, then rows", "a class twice", "every other class"),
 })
