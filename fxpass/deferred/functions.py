@@ -39,6 +39,7 @@ from fxpass.deferred.records import (
     leaves_of,
 )
 from fxpass.deferred.run import Run, is_distributed
+from fxpass.deferred.seen import made_of, remember
 from fxpass.deferred.values import Buffer, Deferred, Part
 from fxpass.graph.source import calling_line
 from fxpass.rows.tags import Stop
@@ -90,6 +91,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     operands = [s for s in call.sources if isinstance(s, Operand)]
     likes |= {s: _like(s.tensor, s.tensor, s.tensor.requires_grad) for s in operands}
     layout, size = layout_of(call, likes), min(t.nbytes for t in given)
+    call = _of_one_program(call, layout, given)
     if layout.written is not None:
         like, at = layout.written
         written = [t for t in given if records[id(t)] is call.sources[at]]
@@ -117,6 +119,27 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     call = _kept(call, size)
     each = enumerate(layout.results)
     return layout.filled([_later(Made(call, i), like, make) for i, like in each])
+
+
+def _of_one_program(call: Call, layout: Layout, given: Sequence[Deferred]) -> Call:
+    """A call that reads how its operands were made, if they are results of the same logits, and no
+    gradient of them is asked for."""
+    if layout.written is not None or layout.shown or layout.cast:
+        return call
+    buffers, no_gradients = (
+        [t._part.buffer for t in given],
+        not any(r.trained for r in layout.results),
+    )
+    found: dict[int, Source] = {}
+    for s in call.sources:
+        if not isinstance(s, Operand) or (s.tensor.requires_grad and not no_gradients):
+            continue
+        if (made := made_of(buffers, s.tensor)) is not None:
+            found[id(s)] = made
+    args, kwargs = pytree.tree_map(
+        lambda leaf: found.get(id(leaf), leaf), (call.args, call.kwargs), is_leaf=is_source
+    )
+    return replace(call, args=args, kwargs=kwargs) if found else call
 
 
 def _deferred_in(arguments: Any) -> list[Deferred]:
@@ -153,6 +176,7 @@ def _computed(call: Call, layout: Layout, given: Sequence[Deferred]) -> list[Ten
         raise Stop("reads few rows")
     trained = any(result.trained for result in layout.results)
     found = programs(wanted, trained, calling_line())
+    remember([t._part.buffer for t in given], wanted, found)
     linked = [t for t in found if t.requires_grad]
     for root in roots if linked else ():
         root.answered = True
@@ -187,14 +211,25 @@ def is_of_fsdp(hook: Any) -> bool:
 
 def _kept(call: Call, size: int) -> Call:
     """A call that is read later, if logits take so many bytes."""
+    calls: dict[Call, Call] = {}
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Made):
+            after = calls[leaf.call]
+            return leaf if after is leaf.call else Made(after, leaf.index)
+        return leaf.kept(size) if isinstance(leaf, Operand) else leaf
+
     with quiet():
-        known: dict[int, Any] = {
-            id(s): s.kept(size) for s in call.sources if isinstance(s, Operand)
-        }
-    args, kwargs = pytree.tree_map(
-        lambda leaf: known.get(id(leaf), leaf), (call.args, call.kwargs), is_leaf=is_source
-    )
-    return replace(call, args=args, kwargs=kwargs)
+        for one in calls_of([Made(call, None)]):
+            known = {id(s): of(s) for s in one.sources}
+            args, kwargs = pytree.tree_map(
+                lambda leaf, known=known: known.get(id(leaf), leaf),
+                (one.args, one.kwargs),
+                is_leaf=is_source,
+            )
+            same = all(known[id(s)] is s for s in one.sources)
+            calls[one] = one if same else replace(one, args=args, kwargs=kwargs)
+    return calls[call]
 
 
 def _later(made: Made, layout: Like, make: Make) -> Deferred:

@@ -55,6 +55,7 @@ class Buffer:
     exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
     apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)  # computed separately
     cuts: int = 0  # how often rows were computed separately
+    seen: list[Any] = field(default_factory=list)  # results of functions of it
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock() if self.run is None else self.run.lock
@@ -128,7 +129,7 @@ class Buffer:
             assert part.value is not None
             with quiet():  # values that the user has seen must not change by a bit
                 part.value = _shown(value, part.like).copy_(part.value)
-        self.run = None
+        self.run, self.seen = None, []
         return value
 
 

@@ -31,6 +31,7 @@ from fxpass.plan.worth import too_small
 from fxpass.rows.alike import mark
 from fxpass.rows.chosen import choose_rows
 from fxpass.rows.collectives import gathers
+from fxpass.rows.comparisons import check_passes
 from fxpass.rows.emit import emit
 from fxpass.rows.heads import PRODUCTS, may_have_heads, products
 from fxpass.rows.outer import own_outputs
@@ -106,7 +107,7 @@ def rewrite(
             found = regions(attempt, least_mb, first, largest, strategy)
             if found is None:
                 continue
-            _check_passes(found)
+            check_passes(found.rules, found.inside)
             if costs := _too_small(found, least_mb):
                 log.debug("%s", costs)
                 return result
@@ -135,30 +136,6 @@ def _too_small(found: Found, least_mb: float) -> str | None:
     taken = sum(numel(shape(head.node)) * value(head.node).itemsize for head in heads)
     hidden = heads[0].hidden if len(heads) == 1 else 0
     return too_small(taken, sum(head.classes for head in heads), hidden, least_mb)
-
-
-def _check_passes(found: Found) -> None:
-    """Logits are computed again in each pass, and their last bits may differ: none may be equal to
-    the largest of all rows, which another pass has found.
-
-    Raises:
-        Stop: a node compares such values.
-    """
-    for node in found.inside:
-        if packet(node) not in (A.eq, A.ne):
-            continue
-        sources = set(node.all_input_nodes)
-        todo = [n for n in sources if not found.rules.has_classes(n)]
-        if len(todo) == len(sources):
-            continue
-        seen = set[Node]()
-        while todo:
-            seen.add(one := todo.pop())
-            if one not in found.inside and not found.inside.isdisjoint(one.all_input_nodes):
-                stop = Stop("compares logits with a value of all rows, which another pass computes")
-                stop.node = node
-                raise stop
-            todo += [n for n in one.all_input_nodes if n not in seen]
 
 
 def _emitted(graph: Graph, found: Found, options: Mapping[str, Any]) -> Rewritten:

@@ -10,14 +10,16 @@ In: a product and the node that ended its region. Out: records, which print one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from fxpass.graph.names import name_of
 from fxpass.graph.source import source_line, source_place
@@ -26,7 +28,9 @@ from fxpass.op.rows import listed
 from fxpass.plan.choice import Choice
 from fxpass.plan.plan import size
 from fxpass.region.loop import Loop
-from fxpass.rows.sizes import hint, packet, shape, value
+from fxpass.rows.heads import Head
+from fxpass.rows.rules import VIEWS, Rules
+from fxpass.rows.sizes import hint, numel, packet, shape, value
 from fxpass.rows.tags import Stop
 
 
@@ -158,8 +162,57 @@ def head_name(product: Node) -> str:
     return name_of(product) or source_line(product)
 
 
-def short_names(nodes: Iterable[Node]) -> tuple[str, ...]:
-    """The names of the operations of some nodes, each once: ``log_softmax``, ``mul``."""
+def found_heads(
+    rules: Rules,
+    graph: Graph,
+    heads: Sequence[Head],
+    inside: Collection[Node],
+    component: Mapping[Node, Node],
+    later: Collection[Node],
+) -> list[FoundHead]:
+    """What a report says of the heads whose regions run in calls.
+
+    Args:
+        inside: the nodes of regions.
+        component: for each of them, one that stands for its region.
+        later: the nodes of backward.
+    """
+    silent = (*VIEWS, operator.getitem)
+    forward = {n for n in tree_leaves(graph.output_node().args) if n not in later}
+    of = list(dict.fromkeys(component[head.node] for head in heads))
+    ops: dict[Node, list[Node]] = {c: [] for c in of}
+    for node in reversed(list(graph.nodes)):
+        if node not in forward:
+            continue
+        forward.update(node.all_input_nodes)
+        computes = packet(node) not in silent and any(map(rules.has_classes, node.all_input_nodes))
+        if computes and node in inside and component[node] in ops:
+            ops[component[node]].insert(0, node)
+    names: dict[Node, set[str]] = {c: set() for c in of}
+    for node in inside:
+        if component[node] in names and (name := name_of(node)):
+            names[component[node]].add(name)
+
+    def line(head: Node) -> str:
+        reducing = (n for n in ops[component[head]] if not rules.has_classes(n))
+        return source_line(next(reducing, head))
+
+    return [
+        FoundHead(
+            name=head_name(head.node),
+            line=line(head.node),
+            rows=numel(shape(head.node)) // head.classes,
+            classes=head.classes,
+            itemsize=value(head.node).dtype.itemsize,
+            region=of.index(component[head.node]),
+            ops=_short_names(ops[component[head.node]]),
+            names=frozenset(names[component[head.node]]),
+        )
+        for head in heads
+    ]
+
+
+def _short_names(nodes: Iterable[Node]) -> tuple[str, ...]:
     names = (_name(node).lstrip("_") for node in nodes)
     return tuple(dict.fromkeys(names))
 

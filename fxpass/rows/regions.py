@@ -11,7 +11,6 @@ forward for a tangent of 1::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +18,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fxpass.graph.names import name_of
-from fxpass.graph.source import source_line
 from fxpass.rows import (  # noqa: F401  rules
     collectives,
     indexing,
@@ -31,9 +28,10 @@ from fxpass.rows import (  # noqa: F401  rules
     views,
 )
 from fxpass.rows.alike import is_alike
+from fxpass.rows.comparisons import COMPARISONS
 from fxpass.rows.heads import Head, backward_of, heads, reading, seeded, tangents
-from fxpass.rows.reasons import FoundHead, head_name, short_names
-from fxpass.rows.rules import VIEWS, A, Rules, base_of
+from fxpass.rows.reasons import FoundHead, found_heads
+from fxpass.rows.rules import A, Rules, base_of
 from fxpass.rows.sizes import key, numel, packet, shape, value
 from fxpass.rows.tags import Stop, Tag
 from fxpass.rows.tangents import META, degrees
@@ -287,7 +285,8 @@ def _parts(
         }
     live = {n for n in inside if component[n] not in bad}
     found.inside = live
-    found.kept = _kept(found, graph, component, later)
+    kept = [head for head in found.heads if head.node in live]
+    found.kept = found_heads(rules, graph, kept, live, component, later)
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = {
         n
@@ -304,46 +303,6 @@ def _parts(
                 in_order = [sorted(some, key=order.__getitem__) for some in (results, body)]
                 found.parts.append(Part(p, *in_order))
     found.parts.reverse()
-
-
-def _kept(
-    found: Found, graph: Graph, component: dict[Node, Node], later: set[Node]
-) -> list[FoundHead]:
-    """What a report says of the heads whose regions run in calls."""
-    rules, silent = found.rules, (*VIEWS, operator.getitem)
-    forward = {n for n in pytree.tree_leaves(graph.output_node().args) if n not in later}
-    kept = [head for head in found.heads if head.node in found.inside]
-    of = list(dict.fromkeys(component[head.node] for head in kept))
-    ops: dict[Node, list[Node]] = {c: [] for c in of}
-    for node in reversed(list(graph.nodes)):
-        if node not in forward:
-            continue
-        forward.update(node.all_input_nodes)
-        computes = packet(node) not in silent and any(map(rules.has_classes, node.all_input_nodes))
-        if computes and node in found.inside and component[node] in ops:
-            ops[component[node]].insert(0, node)
-    names: dict[Node, set[str]] = {c: set() for c in of}
-    for node in found.inside:
-        if component[node] in names and (name := name_of(node)):
-            names[component[node]].add(name)
-
-    def line(head: Node) -> str:
-        reducing = (n for n in ops[component[head]] if not rules.has_classes(n))
-        return source_line(next(reducing, head))
-
-    return [
-        FoundHead(
-            name=head_name(head.node),
-            line=line(head.node),
-            rows=numel(shape(head.node)) // head.classes,
-            classes=head.classes,
-            itemsize=value(head.node).dtype.itemsize,
-            region=of.index(component[head.node]),
-            ops=short_names(ops[component[head.node]]),
-            names=frozenset(names[component[head.node]]),
-        )
-        for head in kept
-    ]
 
 
 def _why(rules: Rules, node: Node, user: Node) -> Stop:
@@ -364,23 +323,26 @@ def _body(
     now: int,
     needed: set[Node],
 ) -> set[Node]:
-    """What runs for some results: values with classes are computed again in each phase, rows of an
-    earlier phase are handed over (and are ``needed`` there)."""
-    body, todo = set[Node](), list(results)
+    """What runs for some results: values with classes are computed again in each phase, and so are
+    rows that they are compared with; other rows of an earlier phase are handed over (and are
+    ``needed`` there)."""
+    body: dict[Node, bool] = {}  # whether a node is compared
+    todo = [(node, False) for node in results]
     while todo:
-        node = todo.pop()
-        if node in body:
+        node, compared = todo.pop()
+        if body.get(node, False) >= compared and node in body:
             continue
-        body.add(node)
+        body[node] = compared
+        compared |= packet(node) in COMPARISONS and rules.has_classes(node)
         for ref in rules.plans[node].refs:
             if ref.kind != "node":
                 continue
             again = rules.has_classes(ref.node) or isinstance(rules.tag(ref.node), list)
-            if again or (ref.node in inside and phase[ref.node] == now):
-                todo.append(ref.node)
+            if again or compared or (ref.node in inside and phase[ref.node] == now):
+                todo.append((ref.node, compared and not again))
             elif ref.node in inside:
                 needed.add(ref.node)
-    return body
+    return set(body)
 
 
 def _components(rules: Rules, inside: set[Node]) -> dict[Node, Node]:
