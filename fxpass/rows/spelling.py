@@ -4,6 +4,7 @@ In: a graph. Out: the graph, changed in place::
 
     view(cat([a, b], 0), [2, *a.shape])    cat([unsqueeze(a, 0), unsqueeze(b, 0)], 0)
     bmm(a [1, N, D], b [1, D, V])          unsqueeze(mm(a [N, D], b [D, V]), 0)
+    mm(full([N, V], 0), w [V, D])          full([N, D], 0)
     max(z), amax(z, [0, 1])                amax(amax(z, [-1]), [0])
     ne(unsqueeze(t, 1), -100)              unsqueeze(ne(t, -100), 1)
 """
@@ -16,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.rules import VIEWS, A
+from fxpass.rows.rules import VIEWS, A, fill
 from fxpass.rows.sizes import is_one, is_tensor, key, keys, packet, shape, value
 
 # What is the same of rows as of all classes: reductions that may take one dimension after another.
@@ -42,6 +43,8 @@ def spell(graph: Graph) -> None:
             made = _stacked(graph, node)
         elif packet(node) is A.bmm and is_one(shape(node)[0]):
             made = _product(graph, node)
+        elif packet(node) is A.mm and any(fill(factor) == 0 for factor in node.all_input_nodes):
+            made = _zeros(graph, node)
         elif node.target in _NESTED:
             made = _of_rows_first(graph, node)
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -116,6 +119,23 @@ def _product(graph: Graph, node: Node) -> Node:
     for factor, of in zip(factors, (a, b), strict=True):
         factor.meta["val"] = _without_view(value(of)[0])  # pyright: ignore[reportArgumentType]
     product.meta = node.meta | {"val": value(node)[0]}
+    return made
+
+
+def _zeros(graph: Graph, node: Node) -> Node:
+    """The product of zeros, such as the gradient of a sign."""
+    with graph.inserting_before(node):
+        sizes = [
+            size
+            if isinstance(size, int)
+            else graph.call_function(A.sym_size.int, (node.args[d], d))
+            for d, size in enumerate(shape(node))
+        ]
+        options = {"dtype": value(node).dtype, "device": value(node).device}
+        made = graph.call_function(A.full.default, (sizes, 0), options)
+    for size, of in zip(sizes, shape(node), strict=True):
+        if isinstance(size, Node):
+            size.meta["val"] = of
     return made
 
 

@@ -50,7 +50,7 @@ ANSWERED = (
     Row("as large as the largest", "(s >= s.amax(-1, True)).sum(-1)", becomes=REGION),
     Row("above the label's",
         "lp = s.log_softmax(-1); own = lp.gather(-1, tokens[..., None]).squeeze(-1); "
-        "(own.sum(), (lp > own.unsqueeze(-1)).sum(-1))", BOTH),
+        "(own.sum(), (lp > own.unsqueeze(-1)).sum(-1))", REGION),
     Row("below the third",
         "least = s.topk(3).values[..., -1:]; s.masked_fill(s < least, -9).logsumexp(-1)", REGION),
     Row("below the third of a row of values",
