@@ -271,6 +271,8 @@ class Writer:
             written = self.rng.choice(
                 [n for n in (*heads.WRITABLE, *self.classes) if n in self.env]
             )
+            if self.outside and written in self.classes and "{a}.data" in text:
+                continue  # eager's gradients read what backward cannot see was written
             text = text.replace("{a}", written)
             name = self._name("y") if table is heads.READS else ""
             if all(self.add(part, name, self._context()) for part in text.split("; ")):
