@@ -73,7 +73,7 @@ class Head:
         of_x = Ref("row", x, "kr" if self.first else "rk", (1 if self.first else 0,), view)
         refs = [of_x, Ref("shared", weight, "kk")]
         if self.bias is not None:
-            refs.append(Ref("shared", self.bias, "k" * len(shape(self.bias))))
+            refs.append(self._of_bias(self.bias, view))
 
         def run(env: Env) -> Tensor:
             matrix, rows = env.shared(refs[1]), env.get(refs[0])
@@ -85,6 +85,13 @@ class Head:
             return torch.mm(rows, matrix) + fit(env.get(refs[2]), refs[2].letters, tag.letters)
 
         return Plan(tag, refs, run)
+
+    def _of_bias(self, bias: Node, view: View) -> Ref:
+        """What reads a bias: of classes; or of rows, where classes come first."""
+        last = len(shape(bias)) - 1
+        if self.first and last >= 0 and not is_one(shape(bias)[last]):
+            return Ref("row", bias, "k" * last + "r", (last,), view)
+        return Ref("shared", bias, "k" * (last + 1))
 
     def _batched(self) -> Plan | None:
         """``[B, T, D] @ [D, V]``, where the matrix is the same for the whole batch."""
