@@ -46,12 +46,12 @@ ROWS = (
         of="top-k losses"),
     Row("entropy under a top-k mask",
         "y = z.masked_fill(z < z.topk(20, -1).values[:, -1:], -10000.0); "
-        "log_probs = y.log_softmax(-1); -(log_probs.exp() * log_probs).sum(-1)", BOTH,
+        "log_probs = y.log_softmax(-1); -(log_probs.exp() * log_probs).sum(-1)", REGION,
         of="sampling"),
     Row("log-probability under a top-k mask",
         "threshold = s.detach().topk(30, -1).values[..., -1:]; "
         "z = torch.where(s >= threshold, s, -30.0); "
-        "z.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)", BOTH,
+        "z.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)", REGION,
         of="RL with top-k sampling"),
     Row("entropy of the top-p classes",
         "ordered = z.float().sort(-1, descending=True).values; p = ordered.softmax(-1); "
