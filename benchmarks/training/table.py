@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.loss.table import MIB, markdown, number, ratio
-from fxpass.cli.demo import Run, refuse
+from fxpass.cli.demo import Trial, refuse
 
 COLUMNS = (
     "program", "provider", "tokens/s", "min-max", "steps", "/ inductor", "extra MiB",
@@ -25,7 +25,7 @@ TOLERANCE, OF_INDUCTOR = 1e-4, 1.5
 
 
 @dataclass
-class Row(Run):
+class Row(Trial):
     """The measurements of one provider.
 
     Attributes:
@@ -45,7 +45,7 @@ class Row(Run):
         else:
             super().add(answer)
 
-    def distance(self, eager: Run) -> float | None:
+    def distance(self, eager: Trial) -> float | None:
         """The largest difference of a loss to eager's; infinite if there are other losses, or one
         is not finite."""
         if not self.losses or not eager.losses:

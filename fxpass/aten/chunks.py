@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxpass.aten.gemm import Rows, add_product, linear, part_of, slices
+from fxpass.aten.gemm import RowReader, add_product, linear, part_of, slices
 from fxpass.spec.dtypes import compute_dtype
 
 # Some rows, and their logits ``[rows, V]``, which are overwritten with their gradient -> the factor
@@ -71,8 +71,8 @@ class Chunks:
         classes = min(classes, v)
         self._every, self._tiles = slice(0, v), slices(0, v, classes)
         self._copied = self._x.dtype != multiplied
-        self._x_rows = Rows(self._x, rows, multiplied)
-        self._weight = Rows(weight, classes, multiplied)
+        self._x_rows = RowReader(self._x, rows, multiplied)
+        self._weight = RowReader(weight, classes, multiplied)
         self._buffer = self._x.new_empty((rows, v), dtype=stored)
         self._tile = None
         if stored != multiplied:

@@ -33,7 +33,7 @@ def multiplied(x: Tensor) -> torch.dtype:
     return x.dtype if mixed else torch.float32
 
 
-class Rows:
+class RowReader:
     """Rows of an operand in the dtype of the products: views, or casts in one reused buffer. (A new
     copy per slice would fragment the allocator's memory.)"""
 

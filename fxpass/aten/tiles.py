@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
+from fxpass.aten.gemm import RowReader, add_product, linear, slices, split_bias
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
@@ -95,7 +95,7 @@ class _Tiles:
         self.dtype, self.widest = compute_dtype(x.dtype), classes
         self.parts = slices(0, x.shape[0], rows)
         self.classes = slices(0, weight.shape[0], classes)
-        self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
+        self.x, self.weight = RowReader(x, rows, multiplied), RowReader(weight, classes, multiplied)
         self._wide = x.new_empty(rows * classes, dtype=self.dtype)
         narrow = multiplied != self.dtype
         self._narrow = x.new_empty(rows * classes, dtype=multiplied) if narrow else None
@@ -155,7 +155,7 @@ def in_gradient(
     every, tiles, narrow = slice(0, n), slices(0, v, classes), multiplied != dtype
     gradient = x.new_empty(weight.shape, dtype=gradient_dtype(x.dtype))
     stored, room = gradient[:, :n], x.new_empty((min(classes, v), n), dtype=dtype)
-    xs, weights = x.to(multiplied), Rows(weight, min(classes, v), multiplied)
+    xs, weights = x.to(multiplied), RowReader(weight, min(classes, v), multiplied)
     early, late = split_bias(inputs.bias, gradient.dtype)
 
     def logits(some: slice) -> Tensor:

@@ -34,7 +34,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}
 
 
 @dataclass
-class Run:
+class Trial:
     """What training with one provider measured."""
 
     name: str
@@ -115,11 +115,11 @@ def run(job: Job, steps: int, providers: Sequence[str]) -> int:
     return int(bool(found))
 
 
-def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -> list[Run]:
+def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -> list[Trial]:
     """Trains with each provider in a process of its own, one step in turn: a drift of the machine's
     speed affects all of them."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs ``finally``
-    runs = [Run(name) for name in names]
+    runs = [Trial(name) for name in names]
     processes: list[subprocess.Popen[str]] = []
     try:
         for name in names:
@@ -144,7 +144,7 @@ def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -
     return runs
 
 
-def _take_step(one: Run, process: subprocess.Popen[str]) -> None:
+def _take_step(one: Trial, process: subprocess.Popen[str]) -> None:
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):
@@ -159,7 +159,7 @@ def _take_step(one: Run, process: subprocess.Popen[str]) -> None:
     one.failure = f"ended with status {status}: {why}"
 
 
-def refuse(runs: Sequence[Run], dtype: str) -> None:
+def refuse(runs: Sequence[Trial], dtype: str) -> None:
     """Refuses the numbers of runs whose curves differ from those of eager, the first run, over
     their common steps."""
     eager, bound = runs[0], TOLERANCE[dtype]
@@ -185,7 +185,7 @@ def first_difference(expected: Sequence[float], actual: Sequence[float], most: f
     return None
 
 
-def report(runs: Sequence[Run], tokens: int) -> str:
+def report(runs: Sequence[Trial], tokens: int) -> str:
     """The fused losses, the loss curves, and a table of speed and memory."""
     blocks = []
     for one in runs:

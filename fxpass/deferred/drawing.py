@@ -31,7 +31,7 @@ from fxpass.deferred.records import (
     Leaf,
     Made,
     Numbering,
-    Operand,
+    PlainOperand,
     calls_of,
     evaluated,
     is_source,
@@ -107,7 +107,7 @@ class Drawing:
                 for i, a in enumerate(given)
             ]
         for leaf in self.leaves:
-            if isinstance(leaf, Operand):
+            if isinstance(leaf, PlainOperand):
                 value = leaf.value(self.runs[0].recipe.source)
                 known = leaf.tensor if trained and leaf.tensor.requires_grad else value
                 dims = [d for d, size in enumerate(value.shape) if size not in widths]
@@ -123,10 +123,10 @@ class Drawing:
         """The numbers that are written in the graph."""
         return tuple(None if i in self._varying else x for i, x in enumerate(self.numbers))
 
-    def _position(self, tensor: Tensor, dims: Sequence[int]) -> _At:
+    def _position(self, tensor: Tensor, dims: Sequence[int]) -> _InputAt:
         """The position of a tensor, of which some sizes may vary."""
         if id(tensor) in self._at:
-            return _At(self._at[id(tensor)])
+            return _InputAt(self._at[id(tensor)])
         at = self._at[id(tensor)] = len(self.tensors)
         expanded = tensor.numel() > 0 and 0 in tensor.stride()  # stays as it is
         dims = () if expanded else [d for d in dims if tensor.shape[d] > 1]
@@ -143,7 +143,7 @@ class Drawing:
         self._layouts.append((given.dtype, given.device, needs, tuple(shape), strides))
         self.tensors.append(given)
         self._keep = [*getattr(self, "_keep", ()), tensor]  # its identity
-        return _At(at)
+        return _InputAt(at)
 
     def _number(self, number: Any, is_size: bool = False) -> Any:
         """A float, or a size, is a tensor of the graph."""
@@ -218,8 +218,8 @@ class Drawing:
 
     def _leaf(self, graph: Graph, leaf: Leaf, inputs: Sequence[Node]) -> Any:
         """The node of an operand, or of logits."""
-        given = [inputs[a.at] if isinstance(a, _At) else a for a in self._inputs[leaf]]
-        if isinstance(leaf, Operand):
+        given = [inputs[a.at] if isinstance(a, _InputAt) else a for a in self._inputs[leaf]]
+        if isinstance(leaf, PlainOperand):
             return given[0]
         copies: dict[Node, Any] = {}
         todo = iter(given)
@@ -234,7 +234,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class _At:
+class _InputAt:
     at: int
 
 

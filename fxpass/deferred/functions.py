@@ -31,7 +31,7 @@ from fxpass.deferred.layouts import Layout, Like, layout_of
 from fxpass.deferred.records import (
     Call,
     Made,
-    Operand,
+    PlainOperand,
     Source,
     call_of,
     calls_of,
@@ -40,11 +40,11 @@ from fxpass.deferred.records import (
 )
 from fxpass.deferred.run import Run, is_distributed
 from fxpass.deferred.seen import made_of, remember
-from fxpass.deferred.values import Buffer, Deferred, Part
+from fxpass.deferred.values import Buffer, BufferView, Deferred
 from fxpass.graph.source import calling_line
 from fxpass.rows.tags import Stop
 
-Make = Callable[[Part, Sequence[Any]], Deferred]
+Make = Callable[[BufferView, Sequence[Any]], Deferred]
 ROOT = "returned by a graph"  # the record of logits that no function of the program made
 # Functions that ask for values, or that run other code of the program.
 COMPUTING = {"backward", "__deepcopy__", "__reduce_ex__", "item", "tolist"}
@@ -88,7 +88,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     )
     call = call_of(func, args_of, kwargs_of, given[0].device)
     likes = {records[id(t)]: _like(t._part.like, t, t._part.trained) for t in given}
-    operands = [s for s in call.sources if isinstance(s, Operand)]
+    operands = [s for s in call.sources if isinstance(s, PlainOperand)]
     likes |= {s: _like(s.tensor, s.tensor, s.tensor.requires_grad) for s in operands}
     layout, size = layout_of(call, likes), min(t.nbytes for t in given)
     call = _of_one_program(call, layout, given)
@@ -132,7 +132,7 @@ def _of_one_program(call: Call, layout: Layout, given: Sequence[Deferred]) -> Ca
     )
     found: dict[int, Source] = {}
     for s in call.sources:
-        if not isinstance(s, Operand) or (s.tensor.requires_grad and not no_gradients):
+        if not isinstance(s, PlainOperand) or (s.tensor.requires_grad and not no_gradients):
             continue
         if (made := made_of(buffers, s.tensor)) is not None:
             found[id(s)] = made
@@ -217,7 +217,7 @@ def _kept(call: Call, size: int) -> Call:
         if isinstance(leaf, Made):
             after = calls[leaf.call]
             return leaf if after is leaf.call else Made(after, leaf.index)
-        return leaf.kept(size) if isinstance(leaf, Operand) else leaf
+        return leaf.kept(size) if isinstance(leaf, PlainOperand) else leaf
 
     with quiet():
         for one in calls_of([Made(call, None)]):
@@ -235,7 +235,7 @@ def _kept(call: Call, size: int) -> Call:
 def _later(made: Made, layout: Like, make: Make) -> Deferred:
     """Deferred logits that a call makes."""
     run: Any = Later(made, layout)
-    part = Part(Buffer(run, run.device, run.like), run.like)
+    part = BufferView(Buffer(run, run.device, run.like), run.like)
     part.record, part.trained = made, layout.trained
     return make(part, run.given if layout.trained else ())
 

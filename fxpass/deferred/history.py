@@ -23,17 +23,17 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.deferred.dynamo import hidden
-from fxpass.deferred.values import Part
+from fxpass.deferred.values import BufferView
 
 aten = torch.ops.aten
 
 
-def attach(part: Part, inputs: Sequence[Any]) -> Tensor:
+def attach(part: BufferView, inputs: Sequence[Any]) -> Tensor:
     """A base for the logits of a run: autograd links it to the inputs of the recipe."""
     return _base(part, _Attach.apply(part, *inputs))
 
 
-def attach_cast(part: Part, cast: Tensor) -> Tensor:
+def attach_cast(part: BufferView, cast: Tensor) -> Tensor:
     """A base for deferred logits that autograd links to ``cast``, the same logits without one."""
     return _base(part, recorded(aten.clone.default, cast, _without_memory(part)))
 
@@ -80,7 +80,7 @@ class _PlainView(torch.autograd.Function):
         return grad
 
 
-def _base(part: Part, base: Any) -> Tensor:
+def _base(part: BufferView, base: Any) -> Tensor:
     part.buffer.give_memory(base)
     return base
 
@@ -89,7 +89,7 @@ class _Attach(torch.autograd.Function):
     """From the inputs of a recipe to the logits."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, part: BufferView, *inputs: Any) -> Tensor:
         ctx.run = part.run
         ctx.set_materialize_grads(False)
         return _without_memory(part)
@@ -127,7 +127,7 @@ _AGAIN = (
 )
 
 
-def _without_memory(part: Part) -> Tensor:
+def _without_memory(part: BufferView) -> Tensor:
     like = part.like
     zeros = (0,) * like.dim()
     return torch.empty_strided(like.shape, zeros, dtype=like.dtype, device=part.buffer.device)

@@ -3,7 +3,7 @@
 In: tensors that a computation will read later. Out: their unchanged values, or an error::
 
     with quiet():
-        given = Input(weight, is_row=False)
+        given = RecordedInput(weight, is_row=False)
     weight.data.mul_(2)  # bumps no version counter
     given.checked("logits = self.lm_head(x)")  # StaleLogitsError
 """
@@ -21,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpass.op.fingerprint import Layout, fingerprint
+from fxpass.op.fingerprint import ReadOrder, fingerprint
 
 
 class StaleLogitsError(RuntimeError):
@@ -37,7 +37,7 @@ class StaleLogitsError(RuntimeError):
         )
 
 
-class Input:
+class RecordedInput:
     """A tensor that a deferred computation will read, of any dtype and strides; made under
     :func:`quiet`. ``is_row``: its leading dimensions are those of the logits.
 
@@ -52,7 +52,7 @@ class Input:
         self._version = None if tensor.is_inference() else self.tensor._version
         self._fingerprint = None
         if not _freed(self.tensor):
-            self._layout = Layout.of(self.tensor)  # a clone may have other strides
+            self._layout = ReadOrder.of(self.tensor)  # a clone may have other strides
             self._fingerprint = fingerprint(self.tensor, self._layout)
         owner = tensor if tensor._base is None else tensor._base
         # An optimizer may change leaves: parameters and copies of them. It changes hidden states

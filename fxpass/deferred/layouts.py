@@ -78,12 +78,12 @@ class Layout:
     def filled(self, tensors: Sequence[Any]) -> Any:
         """What the function returns, with these tensors."""
         return pytree.tree_map(
-            lambda leaf: tensors[leaf.at] if type(leaf) is _At else leaf, self.tree
+            lambda leaf: tensors[leaf.at] if type(leaf) is _ResultAt else leaf, self.tree
         )
 
 
 @dataclass(frozen=True)
-class _At:
+class _ResultAt:
     at: int
 
 
@@ -151,7 +151,7 @@ def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) ->
         raise Stop("writes to its arguments")
     tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
     numbers = iter(range(len(tensors)))
-    tree = pytree.tree_map(lambda x: _At(next(numbers)) if isinstance(x, Tensor) else x, made)
+    tree = pytree.tree_map(lambda x: _ResultAt(next(numbers)) if isinstance(x, Tensor) else x, made)
     memory = {fake.untyped_storage()._cdata for fake in fakes.values()}
     shown = [t.untyped_storage()._cdata in memory for t in tensors]
     written = None

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpass.deferred import values
 from fxpass.deferred.dynamo import hidden
-from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
+from fxpass.deferred.inputs import RecordedInput, StaleLogitsError, quiet
 from fxpass.deferred.run import Run
 
 
@@ -64,12 +64,12 @@ def before_update(optimizer: Any = None) -> None:
     and the other inputs. It synchronises with the device only if it computes logits.
     """
     pending = values.pending()
-    uses: dict[Any, list[tuple[Run, Input]]] = {}  # the uses of each parameter
+    uses: dict[Any, list[tuple[Run, RecordedInput]]] = {}  # the uses of each parameter
     groups = optimizer.param_groups if optimizer is not None and pending else ()
     memory = {values.memory_of(p) for group in groups for p in group["params"]}
     for run in set(pending.values()):
         for given in run.inputs or ():
-            if not isinstance(given, Input):
+            if not isinstance(given, RecordedInput):
                 continue
             given.is_parameter |= values.memory_of(given.tensor) in memory
             if given.key is not None:
@@ -77,7 +77,12 @@ def before_update(optimizer: Any = None) -> None:
     runs = {run for group in uses.values() for run, _ in group}
     parts = [part for part, run in pending.items() if run in runs]
     parameters = [group[0][1] for group in uses.values()]
-    others = [i for run in runs for i in run.inputs or () if isinstance(i, Input) and i.key is None]
+    others = [
+        i
+        for run in runs
+        for i in run.inputs or ()
+        if isinstance(i, RecordedInput) and i.key is None
+    ]
     # the memory that is held until then: clones and hidden states, or the logits
     held = sum({i.tensor.data_ptr(): i.tensor.nbytes for i in (*parameters, *others)}.values())
     if held > sum(buffer.like.nbytes for buffer in {part.buffer for part in parts}):

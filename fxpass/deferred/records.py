@@ -21,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from fxpass.deferred.inputs import Input
+from fxpass.deferred.inputs import RecordedInput
 from fxpass.deferred.run import Run
 from fxpass.rows.tags import Stop
 
@@ -30,7 +30,7 @@ SMALL = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class PlainOperand:
     """A plain tensor among the arguments of calls.
 
     Attributes:
@@ -40,16 +40,16 @@ class Operand:
     """
 
     tensor: Tensor
-    input: Input | None = None
+    input: RecordedInput | None = None
     copy: Tensor | None = None
 
-    def kept(self, logits: int) -> Operand:
+    def kept(self, logits: int) -> PlainOperand:
         """What is read later, if logits take so many bytes."""
         if self.input is not None or self.copy is not None:
             return self
         if self.tensor.nbytes * SMALL <= logits:
-            return Operand(self.tensor, copy=self.tensor.detach().clone())
-        return Operand(self.tensor, Input(self.tensor, is_row=False))
+            return PlainOperand(self.tensor, copy=self.tensor.detach().clone())
+        return PlainOperand(self.tensor, RecordedInput(self.tensor, is_row=False))
 
     def value(self, source: str) -> Tensor:
         """The values, as they were.
@@ -113,13 +113,13 @@ class Made:
     index: int | None
 
 
-Leaf: TypeAlias = "Run | Operand"
-Source: TypeAlias = "Run | Operand | Made"
+Leaf: TypeAlias = "Run | PlainOperand"
+Source: TypeAlias = "Run | PlainOperand | Made"
 
 
 def is_source(leaf: Any) -> bool:
     """Whether a leaf of arguments stands for a tensor."""
-    return isinstance(leaf, Run | Operand | Made)
+    return isinstance(leaf, Run | PlainOperand | Made)
 
 
 def call_of(function: Any, args: Any, kwargs: Any, device: torch.device) -> Call:
@@ -130,13 +130,13 @@ def call_of(function: Any, args: Any, kwargs: Any, device: torch.device) -> Call
     """
     if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         raise Stop("runs in a mode of torch, or in a transform of torch.func")
-    known: dict[int, Operand] = {}
+    known: dict[int, PlainOperand] = {}
 
     def operand(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if type(leaf) not in (Tensor, torch.nn.Parameter):
                 raise Stop(f"reads a {type(leaf).__name__}")
-            return known.setdefault(id(leaf), Operand(leaf))
+            return known.setdefault(id(leaf), PlainOperand(leaf))
         if isinstance(leaf, slice) and any(
             isinstance(part, Tensor) for part in (leaf.start, leaf.stop, leaf.step)
         ):

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpass.deferred.inputs import Input, quiet
+from fxpass.deferred.inputs import RecordedInput, quiet
 from fxpass.rows.tags import Stop
 from fxpass.spec.dtypes import compute_dtype
 
@@ -78,7 +78,7 @@ class Run:
     """One run of a compiled graph: the recipe and its inputs.
 
     Attributes:
-        inputs: an :class:`Input` for each tensor; None if the logits are dropped.
+        inputs: a :class:`RecordedInput` for each tensor; None if the logits are dropped.
         given: the inputs as they were given, which autograd knows; none if the logits are dropped.
         trained: whether each input has a gradient.
         answered: whether a function of the logits is linked to these inputs.
@@ -101,7 +101,7 @@ class Run:
         self.given: Sequence[Any] = () if dropped else tuple(inputs)
         if not dropped:
             self.inputs = [
-                Input(a, i in recipe.rows) if isinstance(a, Tensor) else a
+                RecordedInput(a, i in recipe.rows) if isinstance(a, Tensor) else a
                 for i, a in enumerate(inputs)
             ]
 
@@ -214,7 +214,9 @@ class Run:
             )
         with self.lock:
             return [
-                a.checked(source, not read or i in read, bits) if isinstance(a, Input) else a
+                a.checked(source, not read or i in read, bits)
+                if isinstance(a, RecordedInput)
+                else a
                 for i, a in enumerate(self.inputs)
             ]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxpass.deferred.records import Call, Made, Operand, calls_of, leaves_of
+from fxpass.deferred.records import Call, Made, PlainOperand, calls_of, leaves_of
 from fxpass.deferred.values import Buffer
 
 MOST = 16  # results of one buffer
@@ -81,7 +81,7 @@ def made_of(buffers: Sequence[Buffer], t: Tensor) -> Made | None:
 
 
 def _operands(made: Made) -> list[Tensor]:
-    return [leaf.tensor for leaf in leaves_of(calls_of([made])) if isinstance(leaf, Operand)]
+    return [leaf.tensor for leaf in leaves_of(calls_of([made])) if isinstance(leaf, PlainOperand)]
 
 
 def _versions(t: Tensor, made: Made) -> tuple[int, ...]:

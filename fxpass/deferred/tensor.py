@@ -34,7 +34,7 @@ from fxpass.deferred.history import attach, attach_cast, plain_view
 from fxpass.deferred.inputs import StaleLogitsError, freed_by_fsdp, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
-from fxpass.deferred.values import Deferred, Part, memory_of
+from fxpass.deferred.values import BufferView, Deferred, memory_of
 from fxpass.deferred.watch import because
 from fxpass.rows.tags import Stop
 from fxpass.spec.dtypes import short
@@ -153,7 +153,7 @@ class DeferredLogits(Deferred):
     _is_root: bool
 
     @staticmethod
-    def __new__(cls, part: Part) -> DeferredLogits:
+    def __new__(cls, part: BufferView) -> DeferredLogits:
         like = part.like
         self = Tensor._make_wrapper_subclass(
             cls,
@@ -192,7 +192,7 @@ class DeferredLogits(Deferred):
         return _compute(func, args, kwargs) if result is NotImplemented else result
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> BufferView:
         part, view = self._computes, self._view
         if len({memory_of(t) for t in (view, part.value) if t is not None}) == 2:
             raise _refused(ASSIGNED)  # in compiled code
@@ -297,12 +297,12 @@ class DeferredLogits(Deferred):
         raise _refused(ASSIGNED)
 
 
-def _made(part: Part, inputs: Sequence[Tensor]) -> DeferredLogits:
+def _made(part: BufferView, inputs: Sequence[Tensor]) -> DeferredLogits:
     """Deferred logits that autograd links to some inputs, if there are any."""
     return _root(attach(part, inputs), part) if inputs else DeferredLogits(part)
 
 
-def _root(base: Tensor, part: Part) -> DeferredLogits:
+def _root(base: Tensor, part: BufferView) -> DeferredLogits:
     """Deferred logits with the history of ``base``, which are no view in eager."""
     logits = DeferredLogits(part)
     logits._is_root = True
@@ -358,7 +358,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     silent = func.namespace == "c10d" or func.overloadpacket is aten.set_
     by_name = {argument.name: argument for argument in schema.arguments}
     written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
-    read: dict[int, Part] = {}  # by the memory of the plain tensor
+    read: dict[int, BufferView] = {}  # by the memory of the plain tensor
 
     def unwrap(argument: Any, value: Any) -> Any:
         alias = argument.alias_info

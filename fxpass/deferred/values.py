@@ -3,15 +3,15 @@
 In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
 tensors, computed on first use::
 
-    whole = returned(recipe, inputs, dropped=False)  # a Part
+    whole = returned(recipe, inputs, dropped=False)  # a BufferView
     (last,) = whole.views(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
 A :class:`Buffer` stands for the memory that eager would have allocated: the logits, or a cast of
-them. A :class:`Part` is a view of a buffer. Its shape, strides and offset determine its elements,
+them. A :class:`BufferView` has a shape, strides and an offset, which determine its elements,
 and so the rows of the hidden states that it needs. Some rows may be computed separately, as long as
-no user can write to them or has an alias: :meth:`Part.materialise` first computes the whole buffer
-and copies such rows into it.
+no user can write to them or has an alias: :meth:`BufferView.materialise` first computes the whole
+buffer and copies such rows into it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Buffer:
     # The plain tensor of which autograd takes the logits for a view; it gets the memory of value.
     base: TensorWeakRef | None = None
     exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
-    apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)  # computed separately
+    apart: weakref.WeakSet[BufferView] = field(
+        default_factory=weakref.WeakSet
+    )  # computed separately
     cuts: int = 0  # how often rows were computed separately
     seen: list[Any] = field(default_factory=list)  # results of functions of it
 
@@ -133,7 +135,7 @@ class Buffer:
         return value
 
 
-class Part:
+class BufferView:
     """A view of a buffer: its layout on the meta device, and its values when they are computed."""
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
@@ -164,9 +166,9 @@ class Part:
         picked = self.buffer.rows_of(self.like)
         return picked is not None and 2 * picked.numel() <= self.buffer.like.shape[:-1].numel()
 
-    def views(self, view: Callable[[Tensor], Any]) -> list[Part]:
+    def views(self, view: Callable[[Tensor], Any]) -> list[BufferView]:
         """The views of the same buffer that a function returns; computes nothing."""
-        made = [Part(self.buffer, like) for like in pytree.tree_leaves(view(self.like))]
+        made = [BufferView(self.buffer, like) for like in pytree.tree_leaves(view(self.like))]
         with self.buffer.lock:
             if self.value is not None and self.buffer.value is None:
                 # computed apart: the inputs may no longer be what they were
@@ -177,7 +179,9 @@ class Part:
                     self.buffer.apart.add(part)
         return made
 
-    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Part | None:
+    def cast(
+        self, dtype: torch.dtype, memory_format: torch.memory_format | None
+    ) -> BufferView | None:
         """A copy in another dtype; computes nothing. None if ``self`` is computed."""
         buffer, part, run = self.buffer, self.like, self.run
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
@@ -189,7 +193,7 @@ class Part:
             with quiet():
                 rows = buffer.rows[picked.flatten()]
         casts = (*buffer.casts, (part, like))
-        made = Part(Buffer(run, buffer.device, like, rows, casts, weakref.ref(buffer)), like)
+        made = BufferView(Buffer(run, buffer.device, like, rows, casts, weakref.ref(buffer)), like)
         # Asked at the end: another thread may compute ``self`` at any time. Until it did, a step
         # of an optimizer cloned the parameters; ``made`` is pending from here on.
         return made if self.run else None
@@ -243,10 +247,10 @@ class Deferred(Tensor):
     """A tensor that shows a part; :mod:`fxpass.deferred.tensor` has the class that is made."""
 
     __slots__ = ("_computes",)
-    _computes: Part
+    _computes: BufferView
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> BufferView:
         return self._computes
 
     @property
@@ -256,14 +260,14 @@ class Deferred(Tensor):
         return part.run is not None and part.record is not None
 
 
-def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:
+def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> BufferView:
     """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
-    return Part(Buffer(run, run.device, like, rows), like)
+    return BufferView(Buffer(run, run.device, like, rows), like)
 
 
 @functools.lru_cache(16)
@@ -273,17 +277,17 @@ def _numbers(count: int) -> Tensor:
         return torch.arange(count, device="cpu")
 
 
-def computed(value: Tensor) -> Part:
+def computed(value: Tensor) -> BufferView:
     """A part that shows the whole of ``value``."""
-    return Part(Buffer(None, value.device, value, value=value, exposed=True), value, value)
+    return BufferView(Buffer(None, value.device, value, value=value, exposed=True), value, value)
 
 
 # Weak references: unreachable parts are collected, with their hidden states.
-_parts: weakref.WeakSet[Part] = weakref.WeakSet()
+_parts: weakref.WeakSet[BufferView] = weakref.WeakSet()
 _parts_lock = threading.RLock()  # re-entrant: garbage collection may run a finalizer at any time
 
 
-def pending() -> dict[Part, Run]:
+def pending() -> dict[BufferView, Run]:
     """The uncomputed parts that can still be computed, each with its run."""
     with _parts_lock:
         parts = list(_parts)

@@ -6,7 +6,7 @@ weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a ke
 
     >>> x, weight = torch.randn(4, 8), torch.randn(10, 8)  # on a GPU
     >>> operands = Operands(x, weight, None, None, None, ())
-    >>> part = Part(slice(0, 2), slice(0, 10))
+    >>> part = LogitsSlice(slice(0, 2), slice(0, 10))
     >>> logits = logits_of(operands, part, torch.empty(2, 16))
     >>> gradients = Gradients(operands, {"x": torch.float32}, factor=1.0)
     >>> gradients.add(part, logits)
@@ -42,7 +42,7 @@ from fxpass.spec.reductions import Reductions
 _F32_BYTES = 32 << 20
 
 
-class Part(NamedTuple):
+class LogitsSlice(NamedTuple):
     """Some rows and classes of the logits: all rows, or all classes."""
 
     rows: slice
@@ -61,20 +61,20 @@ class Part(NamedTuple):
 # ---------------------------------------------------------------- the logits
 
 
-def chunks(operands: Operands, rows: int) -> list[Part]:
+def chunks(operands: Operands, rows: int) -> list[LogitsSlice]:
     """Divides the rows, ``rows`` at a time."""
     n, v = len(operands.x), len(operands.weight)
-    return [Part(slice(i, min(i + rows, n)), slice(0, v)) for i in range(0, n, rows or 1)]
+    return [LogitsSlice(slice(i, min(i + rows, n)), slice(0, v)) for i in range(0, n, rows or 1)]
 
 
-def slices(operands: Operands, classes: int) -> list[Part]:
+def slices(operands: Operands, classes: int) -> list[LogitsSlice]:
     """Divides the classes, ``classes`` at a time; none if there are no rows."""
     n, v = len(operands.x), len(operands.weight)
     starts = range(0, v if n else 0, classes)
-    return [Part(slice(0, n), slice(i, min(i + classes, v))) for i in starts]
+    return [LogitsSlice(slice(0, n), slice(i, min(i + classes, v))) for i in starts]
 
 
-def gemms_of(part: Part, dtype: torch.dtype) -> list[slice]:
+def gemms_of(part: LogitsSlice, dtype: torch.dtype) -> list[slice]:
     """Divides the classes of a part: cuBLAS multiplies up to seven times as fast where sizes are
     multiples of 16 bytes, so the few classes beyond the last one have a GEMM of their own.
 
@@ -88,7 +88,7 @@ def gemms_of(part: Part, dtype: torch.dtype) -> list[slice]:
     return [slice(classes.start, end), slice(end, classes.stop)]
 
 
-def logits_of(operands: Operands, part: Part, buffer: Tensor) -> Tensor:
+def logits_of(operands: Operands, part: LogitsSlice, buffer: Tensor) -> Tensor:
     """A part of the linear's output, in its place in the buffer."""
     rows, classes = part
     out = part.of(buffer)
@@ -119,7 +119,7 @@ def load(kernel: Kernel) -> triton.JITFunction:
 
 
 def dtypes_of(
-    operands: Operands, spec: Reductions, plan: Plan, parts: list[Part], sliced: bool
+    operands: Operands, spec: Reductions, plan: Plan, parts: list[LogitsSlice], sliced: bool
 ) -> dict[str, torch.dtype]:
     """The dtypes of the gradients of x, weight and bias that ``spec`` names, in its order.
 
@@ -168,7 +168,7 @@ class Gradients:
         new = x.new_empty if len(x) else x.new_zeros
         self.found = {k: new(shapes[k], dtype=dtype) for k, dtype in dtypes.items()}
 
-    def add(self, part: Part, g: Tensor) -> None:
+    def add(self, part: LogitsSlice, g: Tensor) -> None:
         """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
         rows, classes = part
         if (bias := self.found.get("bias")) is not None:
@@ -197,7 +197,7 @@ class Gradients:
             out[some] = exact.mul_(unscale)
 
 
-def gemms(part: Part, g: Tensor) -> list[slice]:
+def gemms(part: LogitsSlice, g: Tensor) -> list[slice]:
     """The classes of each product with the gradient of a part, of the dtype and device of ``g``:
     fewer at a time where they are copied to f32."""
     if mixed_gemm(g):

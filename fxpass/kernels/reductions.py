@@ -30,7 +30,7 @@ from fxpass.kernels import call, render, tuning
 from fxpass.kernels.call import Candidate
 from fxpass.kernels.chunked import (
     Gradients,
-    Part,
+    LogitsSlice,
     chunks,
     dtypes_of,
     load,
@@ -52,7 +52,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         coef, unscale = operands.coef, None
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
-        grads = _Run(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
+        grads = _Launch(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
         _multiply(unscale, *grads.values())
         return out, grads
 
@@ -68,7 +68,7 @@ def backward(
     """
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
-        run = _Run(operands, spec, out, incoming, plan, forward=False)
+        run = _Launch(operands, spec, out, incoming, plan, forward=False)
         if plan.strategy == "tiled":
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
             _multiply(unscale, *(t for name, t in grads.items() if name == "x"))
@@ -84,7 +84,7 @@ def _multiply(factor: Tensor | None, *tensors: Tensor) -> None:
             tensor.mul_(factor)
 
 
-class _Run:
+class _Launch:
     """One run of the kernel over all logits: ``out`` is written in forward, read in backward;
     ``incoming`` ``[R, N]`` f32 are the gradients of the outputs, or the weights of the total's."""
 
@@ -121,7 +121,7 @@ class _Run:
         self.sizes |= _strides(self.of_rows | self.of_outputs)
 
     def over(
-        self, parts: list[Part], sliced: bool = False, unscale: Tensor | None = None
+        self, parts: list[LogitsSlice], sliced: bool = False, unscale: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The gradients, a part of the logits at a time; of slices of the classes, those of the
         weight and the bias are multiplied by ``unscale``."""
@@ -151,7 +151,7 @@ class _Run:
                 sums.add(part, logits)
         return sums.found
 
-    def _launch(self, chosen: Candidate, part: Part, logits: Tensor) -> None:
+    def _launch(self, chosen: Candidate, part: LogitsSlice, logits: Tensor) -> None:
         """Runs the kernel on a part of the logits, which may be overwritten with their gradient."""
         kernel, (rows, classes), (n, v) = load(chosen.kernel), part, part.shape
         given = {"logits": logits}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpass.lower.records import Classes, Rows, Unknown
+from fxpass.lower.records import Classes, RowValues, Unknown
 from fxpass.lower.tables import Tables
 
 
@@ -33,7 +33,7 @@ class Reading:
 
     tables: Tables = field(default_factory=Tables)
     classes: dict[Node, Classes] = field(default_factory=dict)
-    rows: dict[Node, Rows] = field(default_factory=dict)
+    rows: dict[Node, RowValues] = field(default_factory=dict)
     late: set[Node] = field(default_factory=set)
     columns: dict[Node, Classes] = field(default_factory=dict)
     totals: set[Node] = field(default_factory=set)

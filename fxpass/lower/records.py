@@ -5,7 +5,7 @@ expressions. The symbols stand for nodes and for outputs of the operator; what a
 each row and class is the class of its symbol::
 
     %mul = mul(%softmax, %log_softmax)    ->    Classes(exp(log_0)*log_0)
-    %sum = sum(%mul, [1])                 ->    Rows(moment(1,1)_0)
+    %sum = sum(%mul, [1])                 ->    RowValues(moment(1,1)_0)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowValues:
     """One number for each row, or one for each of K picks, as an expression of outputs and of
     symbols of operands; ``index``: it is a class."""
 

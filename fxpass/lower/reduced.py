@@ -1,7 +1,8 @@
 """Functions from tensors with classes to rows, and from rows to rows.
 
-In: a node that reads logits, or rows. Out: its :class:`fxpass.lower.records.Rows`. Of rows, what
-may cancel is read: sums, multiples, exponentials and logarithms; all else stays in the graph.
+In: a node that reads logits, or rows. Out: its :class:`fxpass.lower.records.RowValues`. Of rows,
+sums, multiples, exponentials and logarithms are read, which may cancel; all else stays in the
+graph.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from fxpass.lower.reading import (
     same,
     sizes_of,
 )
-from fxpass.lower.records import Classes, Rows, Unknown, symbols_of
+from fxpass.lower.records import Classes, RowValues, Unknown, symbols_of
 from fxpass.lower.sums import at, grows, highest, logsumexp, summed
 from fxpass.lower.tables import Tables
 from fxpass.spec.dtypes import short
 from fxpass.spec.functions import exact
 
 
-def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading, Node], Rows]:
-    def of(found: Reading, node: Node) -> Rows:
-        return Rows(function(found.tables, operand_of(found, node, arguments(node)["dim"])))
+def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading, Node], RowValues]:
+    def of(found: Reading, node: Node) -> RowValues:
+        return RowValues(function(found.tables, operand_of(found, node, arguments(node)["dim"])))
 
     return of
 
 
-def _sum(found: Reading, node: Node) -> Rows:
+def _sum(found: Reading, node: Node) -> RowValues:
     given, (source, *_) = arguments(node), node.all_input_nodes
     dims = given["dim"]
     if dims is not None and sorted(d % len(sizes_of(source)) for d in dims) == [0, 1]:
@@ -52,13 +53,13 @@ def _sum(found: Reading, node: Node) -> Rows:
     classes = sizes_of(source)[class_dim(source)]
     total = summed(found.tables, like, classes)
     if name_of(node) != "mean":
-        return Rows(total)
+        return RowValues(total)
     if not isinstance(classes, int):
         raise Unknown("divides by a number of classes that varies")
-    return Rows(total / classes)
+    return RowValues(total / classes)
 
 
-def _gather(found: Reading, node: Node) -> Rows:
+def _gather(found: Reading, node: Node) -> RowValues:
     given, index = arguments(node), node.args[2]
     like = operand_of(found, node, given["dim"])
     if not isinstance(index, Node) or index in found.rows or index in found.late:
@@ -72,26 +73,26 @@ def _gather(found: Reading, node: Node) -> Rows:
         raise Unknown("has an index of other rows")
     if not isinstance(sizes[dim], int):
         raise Unknown("picks a number of classes that varies")
-    return Rows(at(found.tables, like, index))
+    return RowValues(at(found.tables, like, index))
 
 
-def _amax(found: Reading, node: Node) -> Rows:
-    return Rows(highest(found.tables, operand_of(found, node, arguments(node)["dim"])))
+def _amax(found: Reading, node: Node) -> RowValues:
+    return RowValues(highest(found.tables, operand_of(found, node, arguments(node)["dim"])))
 
 
-def _argmax(found: Reading, node: Node) -> Rows:
+def _argmax(found: Reading, node: Node) -> RowValues:
     base, _ = grows(found.tables, operand_of(found, node, arguments(node)["dim"]))
-    return Rows(found.tables.output(base, "argmax"), index=True)
+    return RowValues(found.tables.output(base, "argmax"), index=True)
 
 
-def of_pair(found: Reading, node: Node) -> Rows:
+def of_pair(found: Reading, node: Node) -> RowValues:
     like = found.pairs[node.args[0]]  # type: ignore[index]
     if node.args[1] == 0:
-        return Rows(highest(found.tables, like))
-    return Rows(found.tables.output(grows(found.tables, like)[0], "argmax"), index=True)
+        return RowValues(highest(found.tables, like))
+    return RowValues(found.tables.output(grows(found.tables, like)[0], "argmax"), index=True)
 
 
-REDUCTIONS: dict[str, Callable[[Reading, Node], Rows]] = {
+REDUCTIONS: dict[str, Callable[[Reading, Node], RowValues]] = {
     **{"sum": _sum, "mean": _sum, "gather": _gather, "amax": _amax, "argmax": _argmax},
     "logsumexp": _reduction(logsumexp),
 }
@@ -100,7 +101,7 @@ REDUCTIONS: dict[str, Callable[[Reading, Node], Rows]] = {
 # ---------------------------------------------------------------- rows
 
 
-def of_rows(found: Reading, node: Node) -> Rows | None:
+def of_rows(found: Reading, node: Node) -> RowValues | None:
     """What a call makes of rows, if it is arithmetic that may cancel, or a view."""
     name, tables = name_of(node), found.tables
     given = arguments(node) if name else {}
@@ -135,7 +136,7 @@ def of_rows(found: Reading, node: Node) -> Rows | None:
     if name in ("exp", "log") and symbols_of(exprs[0]) - tables.outputs.keys():
         return None
     try:
-        return Rows(_ARITHMETIC[name](*exprs, given.get("alpha", 1)))
+        return RowValues(_ARITHMETIC[name](*exprs, given.get("alpha", 1)))
     except (ValueError, TypeError):
         return None
 

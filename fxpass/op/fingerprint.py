@@ -4,7 +4,7 @@ In: a tensor of any dtype, strides and device. Out: a few 64-bit integers on its
 give equal digests::
 
     >>> weight = torch.ones(512, 64)  # 64 blocks
-    >>> layout = Layout.of(weight)
+    >>> layout = ReadOrder.of(weight)
     >>> before = fingerprint(weight, layout)
     >>> bool((fingerprint(weight.mul_(2), layout) == before).all()), before.shape
     (False, torch.Size([64]))
@@ -39,7 +39,7 @@ PER_CORE, PER_DEVICE = 2**15 - BLOCK, 2**21
 FEW_CORES = 4
 
 
-class Layout(NamedTuple):
+class ReadOrder(NamedTuple):
     """How a digest reads a tensor. In one layout, a copy with other strides has the same digest.
 
     Attributes:
@@ -51,16 +51,16 @@ class Layout(NamedTuple):
     packed: bool
 
     @staticmethod
-    def of(t: Tensor) -> Layout:
+    def of(t: Tensor) -> ReadOrder:
         """The fastest layout of a tensor."""
         order, dense = tuple(range(t.dim())), t.is_contiguous()
         if not dense:
             order = tuple(sorted(order, key=t.stride, reverse=True))
             dense = t.permute(order).is_contiguous()
-        return Layout(order, dense and not t.data_ptr() % WORD)
+        return ReadOrder(order, dense and not t.data_ptr() % WORD)
 
 
-def fingerprint(t: Tensor, layout: Layout) -> Tensor:
+def fingerprint(t: Tensor, layout: ReadOrder) -> Tensor:
     """The digest of a tensor: int64 with one dimension, unless it is a copy."""
     bits = t
     if t.is_complex():

@@ -25,7 +25,7 @@ from fxpass.lower.formula import Formula, formula_of
 from fxpass.lower.records import Unknown
 from fxpass.op import run as of_head
 from fxpass.op.checks import check
-from fxpass.op.known import Values
+from fxpass.op.known import KnownValues
 from fxpass.plan.choice import Choice
 from fxpass.region.loop import Loop
 from fxpass.region.split import Split
@@ -169,7 +169,7 @@ class FormulaRun:
     ) -> None:
         self.of, self.formula, self.spec = of, of.formula, of.spec
         self.dtype = compute_dtype(x.dtype)
-        self.values = Values(self.formula.found, inputs, x.shape[0], self.dtype, x.device)
+        self.values = KnownValues(self.formula.found, inputs, x.shape[0], self.dtype, x.device)
         picks = [self.values.index(node) for node in self.formula.picks]
         self.counts = [p.shape[1] for p in picks]
         index = torch.cat(picks, 1) if len(picks) > 1 else picks[0] if picks else None

@@ -22,7 +22,7 @@ from fxpass.region.run import makes
 from fxpass.spec import expression
 
 
-class Values:
+class KnownValues:
     """What is known of one run.
 
     Args:

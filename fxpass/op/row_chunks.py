@@ -36,13 +36,12 @@ from fxpass.aten.products import Scratch, add_products, logits
 from fxpass.op.formula import FormulaRun, Formulas, formulas_of
 from fxpass.op.ignored import WORTH_A_WAIT, WORTH_COPIES, index_of
 from fxpass.plan.devices import on_device
-from fxpass.plan.regions import Head as Planned
-from fxpass.plan.regions import RegionPlan, plan
+from fxpass.plan.regions import HeadSizes, RegionPlan, plan
 from fxpass.region.compile import CLASSES, RowFunction
 from fxpass.region.live import row_bytes
 from fxpass.region.loop import Loop
 from fxpass.region.run import Interpreter, apart
-from fxpass.region.split import Group, Head, Split, narrowable, narrowed, split
+from fxpass.region.split import Group, HeadOperands, Split, narrowable, narrowed, split
 from fxpass.region.zeros import zeros
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
@@ -105,7 +104,7 @@ def _fits(of: Prepared) -> bool:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             made = zip(shapes, loop.inputs, strict=True)
             tensors = [torch.empty(s, dtype=i.dtype, device=of.device) for s, i in made]
-            found = _Run(of, tensors, sizes).results(runs=False)
+            found = _LoopRun(of, tensors, sizes).results(runs=False)
     except Exception:
         log.warning("a formula is not used, please report this", exc_info=True)
         return False
@@ -113,8 +112,8 @@ def _fits(of: Prepared) -> bool:
     return all([*one.shape] == shape for one, shape in zip(found, wanted, strict=True))
 
 
-def _pairs(parts: Split) -> list[tuple[Head | None, Group | None]]:
-    left, found = list(parts.groups), list[tuple[Head | None, Group | None]]()
+def _pairs(parts: Split) -> list[tuple[HeadOperands | None, Group | None]]:
+    left, found = list(parts.groups), list[tuple[HeadOperands | None, Group | None]]()
     for head in parts.heads:
         group = next((g for g in left if g.gradient == head.logits), None)
         left = [g for g in left if g is not group]
@@ -132,20 +131,20 @@ def run(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> li
     """
     below = _AutoDispatchBelowADInplaceOrView()
     with on_device(of.device), below, _DisableAutocast(), torch.no_grad():
-        return _Run(of, tensors, sizes, _counted(of, tensors, sizes)).results()
+        return _LoopRun(of, tensors, sizes, _counted(of, tensors, sizes)).results()
 
 
 def planned_for(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> RegionPlan:
     """How a loop runs; ``tensors`` need no data."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return _Run(of, list(map(_without_data, tensors)), sizes).plan
+        return _LoopRun(of, list(map(_without_data, tensors)), sizes).plan
 
 
 def operands_of(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Operands:
     """The operands of a loop that has a formula, without data, as ``tensors`` may be."""
     assert of.formula is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
-        run = _Run(of, list(map(_without_data, tensors)), sizes)
+        run = _LoopRun(of, list(map(_without_data, tensors)), sizes)
         found = run.formula_run(of.formula).operands
     return tree_map_only(Tensor, lambda t: _without_data(t, "meta"), found)
 
@@ -188,7 +187,7 @@ class _Sum(NamedTuple):
     turned: bool = False  # whether the total is its transpose
 
 
-class _Run:
+class _LoopRun:
     """One run of a loop, on all rows or on those of an index; other rows of results are 0."""
 
     def __init__(
@@ -235,7 +234,7 @@ class _Run:
             wide = all(loop.dtype(t.result) == compute_dtype(dtype) for t in sums)
             of_sums = (min(map(self._size, loop.results[t.result].shape)) for t in sums)
             d = 1 if head is None else self.invariants[head.weight].shape[0]
-            heads.append(Planned(max(d, sum(of_sums)), v, dtype, at, bool(sums), wide))
+            heads.append(HeadSizes(max(d, sum(of_sums)), v, dtype, at, bool(sums), wide))
             known = described.shape[1]
             counted += (CLASSES if isinstance(known, str) else known) * dtype.itemsize
             actual += v * dtype.itemsize
@@ -243,7 +242,7 @@ class _Run:
         found = plan(self.n, tuple(heads), of_row, self.of.device, self.of.loop.memory_mb)
         return self._in_step(found, heads) if self.of.loop.on_ranks else found
 
-    def _in_step(self, found: RegionPlan, heads: Sequence[Planned]) -> RegionPlan:
+    def _in_step(self, found: RegionPlan, heads: Sequence[HeadSizes]) -> RegionPlan:
         """The plan with as many rows as all ranks take: they have the same heads, but numbers in
         their texts, such as the first class, decide what a row's function shares and keeps; and
         their processors may multiply in other dtypes."""
@@ -341,7 +340,7 @@ class _Run:
         return [t.index_select(0, part_of(self.index, part)) for t in tensors]
 
     def _logits(self, pair: Any, operands: list[Tensor], part: slice) -> Tensor:
-        head: Head = pair[0]
+        head: HeadOperands = pair[0]
         weight = self.invariants[head.weight].t()
         bias = None if head.bias is None else self.invariants[head.bias]
         shape = part.stop - part.start, weight.shape[0]

@@ -125,11 +125,11 @@ def plan(
     is larger; then the plan's reason says so."""
     implementation, reason = implementation_for(device, dtype)
     sizes = max(1, n), max(1, d), max(1, v)
-    run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward)
+    run = _Request(*sizes, dtype, device, implementation, spec, scaled, backward)
     return _plan(run, reason)
 
 
-class _Run(NamedTuple):
+class _Request(NamedTuple):
     """The arguments of :func:`plan`; the sizes are at least 1."""
 
     n: int
@@ -202,7 +202,7 @@ def classes_of_product(v: int, d: int, rows: int, column: int, share: int) -> in
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(run: _Run, reason: str) -> Plan:
+def _plan(run: _Request, reason: str) -> Plan:
     spec = run.spec
     allowed = budget(run.n, run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
@@ -227,7 +227,7 @@ def _plan(run: _Run, reason: str) -> Plan:
     return found._replace(reason=reason)
 
 
-def _aten_chunked(run: _Run, allowed: int) -> Plan:
+def _aten_chunked(run: _Request, allowed: int) -> Plan:
     n, d, v = run[:3]
     e, a, m, g = run.bytes
     wide = g == a  # the stored logits have the compute dtype and are transformed in place
@@ -252,7 +252,7 @@ def _aten_chunked(run: _Run, allowed: int) -> Plan:
     return Plan("aten", "chunked", rows, classes, "", min(block, rows), scratch=taken, sums=sums)
 
 
-def _aten_tiled(run: _Run, allowed: int, in_place: bool = False) -> Plan:
+def _aten_tiled(run: _Request, allowed: int, in_place: bool = False) -> Plan:
     n, d, v = run[:3]
     e, a, m, _ = run.bytes
     align = ALIGNMENT["aten"]
@@ -275,7 +275,7 @@ def _aten_tiled(run: _Run, allowed: int, in_place: bool = False) -> Plan:
     return Plan("aten", strategy, rows, classes, in_place=in_place, scratch=taken)
 
 
-def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
+def _triton_chunked(run: _Request, allowed: int, beside_sums: int) -> Plan:
     """Chunks within the budget ``allowed``, or ``beside_sums`` where there are f32 sums too."""
     n, d, v = run[:3]
     e, a, _, g = run.bytes
@@ -304,7 +304,7 @@ def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
     return narrow if narrow.scratch + gradient <= of_wide else wide
 
 
-def _triton_tiled(run: _Run, allowed: int) -> Plan:
+def _triton_tiled(run: _Request, allowed: int) -> Plan:
     """Slices of classes of all rows, after a forward in chunks of rows."""
     chunks = _triton_chunked(run._replace(backward=False), allowed, allowed)
     row = run.n * run.bytes[0]
@@ -324,7 +324,7 @@ def few_parts(total: int) -> int:
     return -(-total // max(1, min(FEW, total // EFFICIENT)))
 
 
-def _vectors(run: _Run, allowed: int) -> int:
+def _vectors(run: _Request, allowed: int) -> int:
     """Bytes of copies of the bias and the class weights, at most half of the budget."""
     return min(2 * run.bytes[1] * run.v, allowed // 2)
 

@@ -4,7 +4,7 @@ In: the sizes of the region's heads, and the bytes that one row takes. Out: a :c
 within the budget. Like :mod:`fxpass.plan.plan` it measures nothing, and runs at every call::
 
     >>> cpu, f32 = torch.device("cpu"), torch.float32
-    >>> head = Head(256, 32000, f32, f32, False)
+    >>> head = HeadSizes(256, 32000, f32, f32, False)
     >>> plan(2048, (head,), 3 * 4 * 32000, cpu)  # 2048 rows that take three times their logits
     RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0)
 
@@ -31,7 +31,7 @@ from fxpass.plan.plan import (
 from fxpass.spec.dtypes import compute_dtype
 
 
-class Head(NamedTuple):
+class HeadSizes(NamedTuple):
     """A head of a region: x ``[n, d]``, weight ``[v, d]``, and which dtypes its products have."""
 
     d: int
@@ -52,7 +52,7 @@ class RegionPlan(NamedTuple):
 
 
 def plan(
-    n: int, heads: tuple[Head, ...], row_bytes: int, device: torch.device, memory_mb: int = 0
+    n: int, heads: tuple[HeadSizes, ...], row_bytes: int, device: torch.device, memory_mb: int = 0
 ) -> RegionPlan:
     """The plan of a run over ``n`` rows.
 
@@ -83,40 +83,40 @@ def plan(
     return RegionPlan(rows, classes, rows * row + tiles, sums if rows < n else 0)
 
 
-def _copied(head: Head) -> bool:
+def _copied(head: HeadSizes) -> bool:
     return head.multiplied != head.dtype
 
 
-def _added(head: Head) -> int:
+def _added(head: HeadSizes) -> int:
     """Bytes of the f32 sums of the weight's gradient, if products are narrower."""
     wide = compute_dtype(head.dtype).itemsize
     return head.v * head.d * wide if head.trained and head.dtype.itemsize < wide else 0
 
 
-def _sums(head: Head) -> int:
+def _sums(head: HeadSizes) -> int:
     """Bytes of these sums, if the returned gradient is narrower."""
     return 0 if head.wide else _added(head)
 
 
-def _beside(head: Head) -> int:
+def _beside(head: HeadSizes) -> int:
     """Bytes that a row takes beside its logits: the cast of x, the wide sum of its gradient."""
     return 2 * head.d * head.multiplied.itemsize if _copied(head) else 0
 
 
-def _in_tiles(head: Head, several: bool) -> bool:
+def _in_tiles(head: HeadSizes, several: bool) -> bool:
     """Whether products have some classes at a time: their operands are cast, or ``several`` of them
     are added to a wider sum."""
     return _copied(head) or (several and _added(head) > 0)
 
 
-def _column(head: Head, rows: int) -> int:
+def _column(head: HeadSizes, rows: int) -> int:
     """Bytes of a class of a product: the cast logits and weight, the product of its gradient."""
     return head.multiplied.itemsize * (
         rows * _copied(head) + head.d * (_copied(head) + head.trained)
     )
 
 
-def _classes(head: Head, rows: int, share: int, several: bool) -> int:
+def _classes(head: HeadSizes, rows: int, share: int, several: bool) -> int:
     if not _in_tiles(head, several):
         return head.v
     return classes_of_product(head.v, max(1, head.d), rows, _column(head, rows), share)

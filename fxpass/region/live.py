@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.region.run import Values, is_view, makes, values_of
+from fxpass.region.run import GraphValues, is_view, makes, values_of
 from fxpass.region.text import graph_of, results_of
 from fxpass.spec.dtypes import LOW_PRECISION
 
@@ -94,7 +94,7 @@ def _owner(node: Node) -> Node:
     return node
 
 
-def _bytes(node: Node, values: Values) -> int:
+def _bytes(node: Node, values: GraphValues) -> int:
     """Bytes of a row of what a node computes."""
     found = values.results.get(node)
     tensors = found if isinstance(found, (tuple, list)) else [found]
@@ -102,7 +102,7 @@ def _bytes(node: Node, values: Values) -> int:
     return sum(values.width_of(t) * t.element_size() for t in tensors)
 
 
-def _casts(node: Node, values: Values, compiled: bool) -> int:
+def _casts(node: Node, values: GraphValues, compiled: bool) -> int:
     """Bytes of a row of the casts that ATen makes within an operation on CPUs."""
     read = [values.tensors[n] for n in node.all_input_nodes if n in values.tensors]
     low = [values.width_of(t) for t in read if t.dtype in LOW_PRECISION]
@@ -116,7 +116,7 @@ def _casts(node: Node, values: Values, compiled: bool) -> int:
     return sum(values.width_of(t) * widest.itemsize for t in read if t.dtype != widest)
 
 
-def _fused(node: Node, values: Values) -> bool:
+def _fused(node: Node, values: GraphValues) -> bool:
     """Whether Inductor computes a value where it is read."""
     if _packet(node) in _FUSED or node.target is operator.getitem or makes(node.target):
         return True
@@ -128,7 +128,7 @@ def _fused(node: Node, values: Values) -> bool:
     return torch.Tag.pointwise in node.target.tags or is_view(node)
 
 
-def _written(graph: Graph, values: Values, owner: dict[Node, Node]) -> set[Node]:
+def _written(graph: Graph, values: GraphValues, owner: dict[Node, Node]) -> set[Node]:
     """The nodes whose values Inductor writes to memory."""
     written: set[Node] = set(map(owner.__getitem__, results_of(graph)))
     reads: dict[Node, set[Node]] = {}

@@ -139,7 +139,7 @@ class _Recorder(Interpreter):
         return self.results[node]
 
 
-class Values:
+class GraphValues:
     """What is known of the values of a graph: ``tensors`` are fake ones, ``rows`` those of them
     that are [n, ...]."""
 
@@ -179,9 +179,9 @@ class Values:
 
 
 @lru_cache(maxsize=64)
-def values_of(graph: Graph) -> Values:
+def values_of(graph: Graph) -> GraphValues:
     """What is known of the values of a graph that nothing changes any more: several ask."""
-    return apart(lambda: Values(graph))
+    return apart(lambda: GraphValues(graph))
 
 
 def is_view(node: Node) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.region.loop import Loop
-from fxpass.region.run import Values, apart, is_view, values_of
+from fxpass.region.run import GraphValues, apart, is_view, values_of
 from fxpass.region.text import Input, results_of
 from fxpass.region.trace import between
 
@@ -41,7 +41,7 @@ _CASTS = {aten._to_copy.default}
 _SAME = {aten.clone.default, aten.alias.default, aten.detach.default}
 
 
-class Head(NamedTuple):
+class HeadOperands(NamedTuple):
     """``x @ weight + bias``; numbers of the split's operands and invariants."""
 
     x: int
@@ -94,7 +94,7 @@ class Split:
 
     before: Graph
     operands: Graph
-    heads: tuple[Head, ...]
+    heads: tuple[HeadOperands, ...]
     function: Graph
     rows: tuple[int, ...]
     shared: tuple[int, ...]
@@ -154,7 +154,7 @@ class _Splitter:
         place = {n: i for i, n in enumerate(operands)}
         at = {n: len(kept) + i for i, n in enumerate(made)}
         heads = (
-            Head(
+            HeadOperands(
                 place[x],
                 number[w],
                 None if b is None else number[b],
@@ -303,7 +303,7 @@ class _Splitter:
         return (source, False) if same else (None, False)
 
 
-def _shape(values: Values, node: Node) -> tuple[str, ...]:
+def _shape(values: GraphValues, node: Node) -> tuple[str, ...]:
     return tuple(map(str, values.tensors[node].shape))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.region.run import Values, is_view, values_of
+from fxpass.region.run import GraphValues, is_view, values_of
 from fxpass.region.text import graph_of, is_collective, results_of
 from fxpass.region.trace import between
 
@@ -76,12 +76,12 @@ def steps_of(graph: Graph) -> list[Step]:
     return found[::-1]
 
 
-def _is_size(node: Node, values: Values) -> bool:
+def _is_size(node: Node, values: GraphValues) -> bool:
     """Whether a node gives a number; steps read sizes of tensors of their own."""
     return not isinstance(values.results[node], torch.Tensor | list | tuple)
 
 
-def _is_handed(node: Node, values: Values) -> bool:
+def _is_handed(node: Node, values: GraphValues) -> bool:
     """Whether later steps read a value, and do not compute it again."""
     if node not in values.tensors:
         return False

@@ -1,9 +1,9 @@
 """Decides which logits that leave Dynamo's graph are deferred, and takes them out of it.
 
-In: a Dynamo graph and settings. Out: the graph without these outputs, and a :class:`Deferred`. Of
-logits that the graph reduces as well, the pass on the joint graph has to make a call, or they exist
-anyway: their products are ``needed``. Logits that nothing else in the graph reads are deferred
-alone::
+In: a Dynamo graph and settings. Out: the graph without these outputs, and :class:`DeferredOutputs`.
+Of logits that the graph reduces as well, the pass on the joint graph has to make a call, or they
+exist anyway: their products are ``needed``. Logits that nothing else in the graph reads are
+deferred alone::
 
     %z = linear(%h, %w);  %loss = cross_entropy(%z, %t);  return (%loss, %z)    needed: %z
     %z = linear(%h, %w);  return (%z,)                                          alone
@@ -54,7 +54,7 @@ Recipes = dict[Node, Deferral]  # by the output of the graph
 
 
 @dataclass(frozen=True)
-class Deferred:
+class DeferredOutputs:
     """What is deferred of a graph.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Head:
 
 def defer_logits(
     region: Region, settings: Settings, programs: Programs, kept: Collection[str] = ()
-) -> Deferred:
+) -> DeferredOutputs:
     """Replaces outputs of a graph that are logits by what computes them.
 
     Args:
@@ -129,7 +129,7 @@ def defer_logits(
         elif not head.reduced and any(map(needs_gradient, head.chains)):
             returned |= {n: _RETURNED.format(size(bytes_of(n))) for n in head.products}
     if not recipes:
-        return Deferred(returned=returned)
+        return DeferredOutputs(returned=returned)
     untouched = copied(graph)
     try:
         restore = defer_outputs(region.module, recipes, drop=drop)
@@ -143,7 +143,9 @@ def defer_logits(
     names = [frozenset(n.name for h in some for n in h.products) for some in (alone, reduced)]
     mode = "drop" if drop else "defer"
     matches = tuple(_match(head, mode) for head in alone)
-    return Deferred(matches, names[0] | names[1], names[1], returned, mode, restore, untouched)
+    return DeferredOutputs(
+        matches, names[0] | names[1], names[1], returned, mode, restore, untouched
+    )
 
 
 def _heads(chains: Mapping[Node, Chain]) -> list[_Head]:

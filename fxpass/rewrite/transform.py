@@ -26,7 +26,7 @@ from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.rewrite import dump
-from fxpass.rewrite.defer import Deferred, defer_logits
+from fxpass.rewrite.defer import DeferredOutputs, defer_logits
 from fxpass.rewrite.heads import may_be_large
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.matches import RegionMatch
@@ -54,7 +54,7 @@ class Outcome:
     """
 
     casts: tuple[Cast, ...]
-    deferred: Deferred = field(default_factory=Deferred)
+    deferred: DeferredOutputs = field(default_factory=DeferredOutputs)
     suspects: tuple[Suspect, ...] = ()
     later: tuple[str, ...] = ()
     heads: tuple[RegionMatch, ...] = ()
@@ -130,7 +130,7 @@ def _deferred(
     kept: Collection[str] = (),
 ) -> Outcome:
     """Defers logits that leave, and notes what the joint graph may fuse."""
-    deferred, suspects, least = Deferred(), (), settings.min_logits_mb
+    deferred, suspects, least = DeferredOutputs(), (), settings.min_logits_mb
     try:
         deferred = defer_logits(Region(gm), settings, programs, kept)
     except Exception:  # an unforeseen program runs without the rewrite

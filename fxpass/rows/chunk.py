@@ -24,7 +24,7 @@ from fxpass.region.text import Input
 from fxpass.region.trace import tidy, traced
 from fxpass.rows.indexing import is_range
 from fxpass.rows.masks import Mask
-from fxpass.rows.regions import Part
+from fxpass.rows.regions import RegionCall
 from fxpass.rows.rules import A, Ref, Rules
 from fxpass.rows.sizes import (
     hint,
@@ -279,7 +279,7 @@ class Chunk:
 
     # ------------------------------------------------------------ the text
 
-    def loop(self, part: Part) -> Loop:
+    def loop(self, part: RegionCall) -> Loop:
         """The text of a part; ``leaves`` are its inputs, in this order.
 
         Raises:
@@ -295,7 +295,7 @@ class Chunk:
             except ValueError as error:
                 raise Stop(str(error)) from error
 
-    def _loop(self, part: Part) -> Loop:
+    def _loop(self, part: RegionCall) -> Loop:
         inputs = list(self.leaves.values())
         self.fakes = Fakes(inputs, self.hints, self.device)
         self.n = self.fakes.sizes["n"]

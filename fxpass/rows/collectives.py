@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.rules import A, Env, Plan, Rules, rule
+from fxpass.rows.rules import A, Env, NodePlan, Rules, rule
 from fxpass.rows.sizes import is_one, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, relettered
 from fxpass.rows.views import source_of, tagged
@@ -42,18 +42,18 @@ def _check(rules: Rules, node: Node) -> None:
 
 
 @rule("all_reduce", "wait_tensor", ns=C)
-def row_by_row(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def row_by_row(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Each element with those of other ranks."""
     _check(rules, node)
     source = source_of(node)
     tag = want or tagged(rules, source)
     ref = rules.ref(source, tag)
     call: Any = node.target
-    return Plan(tag, [ref], lambda env: call(env.full(ref).contiguous(), *node.args[1:]))
+    return NodePlan(tag, [ref], lambda env: call(env.full(ref).contiguous(), *node.args[1:]))
 
 
 @rule("all_gather_into_tensor", "reduce_scatter_tensor", ns=C)
-def along_ranks(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def along_ranks(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """One entry of the first dimension for each rank; one of them is this rank's."""
     _check(rules, node)
     source = source_of(node)
@@ -71,7 +71,7 @@ def along_ranks(rules: Rules, node: Node, want: Tag | None) -> Plan:
         made = call(env.full(ref).movedim(1, 0).contiguous(), *node.args[1:])
         return C.wait_tensor.default(made).movedim(0, 1)
 
-    return Plan(result, [ref], run)
+    return NodePlan(result, [ref], run)
 
 
 def gathers(graph: Graph, products: Iterable[Node]) -> None:

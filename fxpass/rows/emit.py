@@ -26,7 +26,7 @@ from fxpass.rows.heads import backward_of
 from fxpass.rows.masks import masks
 from fxpass.rows.outer import Outer
 from fxpass.rows.powers import ONE, Power
-from fxpass.rows.regions import Found, Part
+from fxpass.rows.regions import Found, RegionCall
 from fxpass.rows.rules import A, P, Rules
 from fxpass.rows.sizes import hint, is_tensor, keys, packet, shape, value
 from fxpass.rows.softmaxes import taken_apart
@@ -76,7 +76,7 @@ class _Emitter:
         self.late: set[Node] = set()  # the calls that backward may run
         self.ones = _Ones(self.outer, found, self.replaced)
 
-    def add(self, part: Part, chunk: Chunk, loop: Loop) -> Node:
+    def add(self, part: RegionCall, chunk: Chunk, loop: Loop) -> Node:
         """Adds the call of a part."""
         outer, rules, degree = self.outer, self.rules, self.degree
         linear = [leaf for leaf in chunk.leaves if degree.get(leaf[1]) == 1]
@@ -186,7 +186,7 @@ def _reshaped(result: Node) -> None:
         user.target = A.reshape.default if user.target is A.view.default else user.target
 
 
-def _chunks(graph: Graph, found: Found) -> list[tuple[Part, Chunk]]:
+def _chunks(graph: Graph, found: Found) -> list[tuple[RegionCall, Chunk]]:
     """The parts, whose results are 0 in rows that nothing reads."""
     rules, inside = found.rules, found.inside
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
@@ -208,7 +208,7 @@ def _degrees(graph: Graph, found: Found) -> dict[Node, int | None]:
     return degrees(found.rules, graph, *tangents)
 
 
-def _is_half(rules: Rules, part: Part) -> bool:
+def _is_half(rules: Rules, part: RegionCall) -> bool:
     """Whether values with classes are fp16."""
     with_classes = [n for n in part.body if rules.has_classes(n) and is_tensor(n)]
     return any(value(n).dtype == torch.float16 for n in with_classes)

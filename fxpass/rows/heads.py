@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fxpass.rows.rules import VIEWS, A, Env, Plan, Ref, Rules, fit
+from fxpass.rows.rules import VIEWS, A, Env, NodePlan, Ref, Rules, fit
 from fxpass.rows.sizes import hint, is_one, is_tensor, key, numel, packet, shape, value
 from fxpass.rows.tags import Tag, View
 
@@ -63,7 +63,7 @@ class Head:
     def hidden(self) -> int:
         return hint(shape(self.x)[-2 if self.first else -1])
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> NodePlan | None:
         """How the product runs on a chunk; None for a batch with several weights."""
         x, weight = self.x, self.weight
         if packet(self.node) is A.bmm:
@@ -84,7 +84,7 @@ class Head:
                 return torch.addmm(env.shared(refs[2]), rows, matrix)
             return torch.mm(rows, matrix) + fit(env.get(refs[2]), refs[2].letters, tag.letters)
 
-        return Plan(tag, refs, run)
+        return NodePlan(tag, refs, run)
 
     def _of_bias(self, bias: Node, view: View) -> Ref:
         """What reads a bias: of classes; or of rows, where classes come first."""
@@ -93,7 +93,7 @@ class Head:
             return Ref("row", bias, "k" * last + "r", (last,), view)
         return Ref("shared", bias, "k" * (last + 1))
 
-    def _batched(self) -> Plan | None:
+    def _batched(self) -> NodePlan | None:
         """``[B, T, D] @ [D, V]``, where the matrix is the same for the whole batch."""
         many, one = value(self.weight), is_one(shape(self.node)[0])
         if self.first or not (one or many.stride(0) == 0):
@@ -108,7 +108,7 @@ class Head:
         def run(env: Env) -> Tensor:
             return torch.matmul(env.get(refs[0]), env.shared(refs[1])[0])
 
-        return Plan(tag, refs, run)
+        return NodePlan(tag, refs, run)
 
 
 def heads(graph: Graph, later: set[Node], least_mb: float, first: bool) -> list[Head]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpass.rows.rules import A, Env, P, Plan, Ref, Rules, fit, put, rule
+from fxpass.rows.rules import A, Env, NodePlan, P, Ref, Rules, fit, put, rule
 from fxpass.rows.sizes import key, numel, packet, shape, value
 from fxpass.rows.tags import Stop, Tag, letter_of, place, relettered
 
@@ -17,7 +17,7 @@ UNKNOWN = "indexes in a way that is not known"
 
 
 @rule("index", "_unsafe_index", "index_put", "_unsafe_index_put", "embedding", "index_select")
-def index(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def index(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Entries by tensors of numbers, and entries that are written so."""
     base: Any = node.args[0]
     puts = packet(node) in (A.index_put, getattr(A, "_unsafe_index_put", None))
@@ -64,7 +64,7 @@ def _of_operand(rules: Rules, node: Node, given: dict[int, Node], want: Tag) -> 
     return want.like(relettered(letters, shape(base), rules.classes))
 
 
-def _of_table(rules: Rules, node: Node, given: dict[int, Node], want: Tag | None) -> Plan:
+def _of_table(rules: Rules, node: Node, given: dict[int, Node], want: Tag | None) -> NodePlan:
     """Entries of an operand without rows, such as of an embedding."""
     base: Any = node.args[0]
     if len(given) != 1:
@@ -90,10 +90,10 @@ def _of_table(rules: Rules, node: Node, given: dict[int, Node], want: Tag | None
         order = [1 + inner + j for j in range(dim)] + list(range(1, 1 + inner))
         return found.permute(0, *order, *range(1 + inner + dim, found.dim()))
 
-    return Plan(tag, [ref, table], run)
+    return NodePlan(tag, [ref, table], run)
 
 
-def _of_classes(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan | None:
+def _of_classes(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> NodePlan | None:
     """Entries of one dimension that is not of rows, the same for all rows."""
     if len(given) != 1 or any(tag.letters[d] == "r" for d in given):
         return None
@@ -110,10 +110,10 @@ def _of_classes(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> P
         chosen = env.shared(of_ids)
         return A.index.Tensor(env.get(ref), [*[None] * at, chosen])
 
-    return Plan(result, [ref, of_ids], run)
+    return NodePlan(result, [ref, of_ids], run)
 
 
-def _of_rows(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan:
+def _of_rows(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> NodePlan:
     """``z[arange(N), labels]``: one class of each row."""
     base: Any = node.args[0]
     labels, result = _picked(rules, given, tag, shape(base), shape(node))
@@ -123,7 +123,7 @@ def _of_rows(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan
         tensor = env.get(ref)
         return tensor.gather(1, _wrapped(env.full(labels), tensor)[:, None])[:, 0]
 
-    return Plan(result, [ref, labels], run)
+    return NodePlan(result, [ref, labels], run)
 
 
 def _picked(
@@ -170,7 +170,7 @@ def is_range(index: Any, size: Any, rank: int) -> bool:
 # ---------------------------------------------------------------- writes
 
 
-def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> Plan:
+def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> NodePlan:
     """Values at classes of each row, or at classes that are the same for all rows."""
     base, source = node.args[0], node.args[2]
     assert isinstance(base, Node)
@@ -202,7 +202,7 @@ def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> P
             found = fit(env.get(values), values.letters, inner.letters)
             return A.index_put.default(env.full(of_base), [*[None] * at, chosen], found, adds)
 
-        return Plan(tag, [of_base, of_ids, values], run)
+        return NodePlan(tag, [of_base, of_ids, values], run)
     picked = torch.broadcast_shapes(*(shape(x) for x in given.values()))
     labels, result = _picked(rules, given, tag, sizes, picked)
     values = rules.spread(source, result, picked)
@@ -213,12 +213,12 @@ def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> P
         found = found.reshape(-1, 1).expand(tensor.shape[0], 1).to(tensor.dtype)
         return tensor.scatter_add(1, at, found) if adds else tensor.scatter(1, at, found)
 
-    return Plan(tag, [of_base, labels, values], run_picked)
+    return NodePlan(tag, [of_base, labels, values], run_picked)
 
 
 def _rows_by_mask(
     rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None, puts: bool
-) -> Plan | None:
+) -> NodePlan | None:
     """Rows that a mask chooses are a view; their gradient is put into other rows."""
     base, ((dim, mask), *more) = node.args[0], given.items()
     assert isinstance(base, Node)
@@ -244,16 +244,16 @@ def _rows_by_mask(
         return None
     if not isinstance(source, Node):
         ref = rules.ref(base, tag)
-        return Plan(chosen(tag, shape(node)), [ref], lambda env: env.get(ref))
+        return NodePlan(chosen(tag, shape(node)), [ref], lambda env: env.get(ref))
     if len(shape(source)) != len(shape(base)) - rank + 1:
         return None
     part = chosen(tag, shape(source))
     of_base, of_source, views = rules.ref(base, tag), rules.ref(source, part), (part.view,)
     run = lambda env: put(env, part.view, of_base, of_source)  # noqa: E731
-    return Plan(tag, [of_base, of_source], run, views)
+    return NodePlan(tag, [of_base, of_source], run, views)
 
 
-def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan:
+def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> NodePlan:
     """One number where a mask says."""
     base, source = node.args[0], node.args[2]
     assert isinstance(base, Node)
@@ -281,4 +281,4 @@ def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan:
             chosen = chosen.reshape(*chosen.shape, *[1] * (tensor.dim() - chosen.dim()))
         return torch.where(chosen, env.get(number).reshape(()), tensor)
 
-    return Plan(tag, [of_base, of_mask, number], run)
+    return NodePlan(tag, [of_base, of_mask, number], run)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.rules import Env, Plan, Ref, Rules, beside, rule
+from fxpass.rows.rules import Env, NodePlan, Ref, Rules, beside, rule
 from fxpass.rows.sizes import is_one, key, same, shape
 from fxpass.rows.tags import Stop, Tag, place, relettered
 from fxpass.rows.views import source_of, tagged
 
 
 @rule("cat")
-def cat(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def cat(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Tensors along classes, or all parts of rows at their places."""
     tensors: Any = node.args[0]
     sizes = shape(node)
@@ -38,12 +38,12 @@ def cat(rules: Rules, node: Node, want: Tag | None) -> Plan:
         rules.ref(t, tag.like(relettered(tag.letters, shape(t), rules.classes))) for t in tensors
     ]
     at = place(tag.letters, dim)
-    return Plan(tag, refs, lambda env: torch.cat([env.full(ref) for ref in refs], at))
+    return NodePlan(tag, refs, lambda env: torch.cat([env.full(ref) for ref in refs], at))
 
 
 def _of_rows(
     rules: Rules, tensors: Any, dim: int, tag: Tag, given_tags: list[Node], want: Tag | None
-) -> Plan | None:
+) -> NodePlan | None:
     """Parts of rows at their places: what the gradient of a split, or of an unbind, is."""
     first = rules.tag_of(given_tags[0]) if given_tags else None
     last: Any = first.view.last if first is not None else ("", (), ())
@@ -98,9 +98,9 @@ def _of_rows(
     return _put_together(whole, refs, parts, at)
 
 
-def _put_together(whole: Tag, refs: list[Ref], parts: list[Tag], squeezed: int | None) -> Plan:
+def _put_together(whole: Tag, refs: list[Ref], parts: list[Tag], squeezed: int | None) -> NodePlan:
     views = tuple(tag.view for tag in parts)
-    return Plan(whole, refs, lambda env: _placed(env, refs, parts, squeezed), views)
+    return NodePlan(whole, refs, lambda env: _placed(env, refs, parts, squeezed), views)
 
 
 def _placed(env: Env, refs: list[Ref], parts: list[Tag], squeezed: int | None) -> Tensor:
@@ -119,7 +119,7 @@ def _placed(env: Env, refs: list[Ref], parts: list[Tag], squeezed: int | None) -
 
 
 @rule("constant_pad_nd")
-def pad(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def pad(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """More classes of one number."""
     source, pads = source_of(node), list(node.args[1])  # pyright: ignore[reportArgumentType]
     tag = want or tagged(rules, source)
@@ -136,4 +136,4 @@ def pad(rules: Rules, node: Node, want: Tag | None) -> Plan:
         sizes = [env.size(n) for n in amounts]
         return node.target(env.get(ref), sizes, *node.args[2:])  # pyright: ignore
 
-    return Plan(result, [ref], run)
+    return NodePlan(result, [ref], run)

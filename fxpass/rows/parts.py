@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.rules import A, Env, Plan, Rules, bound, called, put, rule
+from fxpass.rows.rules import A, Env, NodePlan, Rules, bound, called, put, rule
 from fxpass.rows.sizes import is_one, is_tensor, key, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, place, relettered
 from fxpass.rows.views import tagged
@@ -74,7 +74,7 @@ class _Part:
 
 
 @rule("slice", "select")
-def part(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def part(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """A part of one dimension."""
     this = _Part(node)
     if want is None:
@@ -88,13 +88,13 @@ def part(rules: Rules, node: Node, want: Tag | None) -> Plan:
         result, tag = want, _pulled_part(rules, this, want)
     ref = rules.ref(this.base, tag)
     if tag.letters[this.dim] == "r":
-        return Plan(result, [ref], lambda env: env.get(ref))
+        return NodePlan(result, [ref], lambda env: env.get(ref))
     at = place(tag.letters, this.dim)
 
     def run(env: Env) -> Tensor:
         return called(node, this.sized(env) | {"self": env.get(ref), "dim": at})
 
-    return Plan(result, [ref], run)
+    return NodePlan(result, [ref], run)
 
 
 def _pulled_part(rules: Rules, this: _Part, want: Tag) -> Tag:
@@ -112,7 +112,7 @@ def _pulled_part(rules: Rules, this: _Part, want: Tag) -> Tag:
 
 
 @rule("slice_scatter", "select_scatter")
-def part_put_back(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def part_put_back(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """A part at its place: of rows, what is in the view, and the base elsewhere."""
     this = _Part(node)
     tag = want or _scattered(rules, this)
@@ -121,7 +121,7 @@ def part_put_back(rules: Rules, node: Node, want: Tag | None) -> Plan:
         inner = this.of(tag)
         source = rules.ref(this.part, inner)
         views = (inner.view,)
-        return Plan(tag, [base, source], lambda env: put(env, inner.view, base, source), views)
+        return NodePlan(tag, [base, source], lambda env: put(env, inner.view, base, source), views)
     letters = relettered(this.without(tag.letters), shape(this.part), rules.classes)
     source, at = rules.ref(this.part, tag.like(letters)), place(tag.letters, this.dim)
 
@@ -129,7 +129,7 @@ def part_put_back(rules: Rules, node: Node, want: Tag | None) -> Plan:
         tensors = {"self": env.full(base), "src": env.full(source)}
         return called(node, this.sized(env) | tensors | {"dim": at})
 
-    return Plan(tag, [base, source], run)
+    return NodePlan(tag, [base, source], run)
 
 
 def _scattered(rules: Rules, this: _Part) -> Tag:
@@ -155,7 +155,7 @@ def _scattered(rules: Rules, this: _Part) -> Tag:
 
 
 @rule("split", "split_with_sizes", "unbind")
-def split(rules: Rules, node: Node, want: Any) -> Plan:
+def split(rules: Rules, node: Node, want: Any) -> NodePlan:
     """All parts of one dimension."""
     given, results = bound(node), value(node)
     base, sizes = given["self"], shape(given["self"])
@@ -179,7 +179,7 @@ def split(rules: Rules, node: Node, want: Any) -> Plan:
         def run(env: Env) -> list[Tensor]:
             return list(called(node, given | {"self": env.get(ref), "dim": at}))
 
-        return Plan(tags, [ref], run)
+        return NodePlan(tags, [ref], run)
     found: list[Tag | None] = []
     start, d = 0, tag.rows.index(dim)
     for result in results:
@@ -194,4 +194,4 @@ def split(rules: Rules, node: Node, want: Any) -> Plan:
             view = tag.view.then("slice", (d, start, start + key(size), 1), after)
             start += key(size)
         found.append(tag.like(cut, view))
-    return Plan(found, [ref], lambda env: [env.get(ref)] * len(found))
+    return NodePlan(found, [ref], lambda env: [env.get(ref)] * len(found))

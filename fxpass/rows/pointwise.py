@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.rules import A, Env, P, Plan, Ref, Rules, beside, bound, called, fit, rule
+from fxpass.rows.rules import A, Env, NodePlan, P, Ref, Rules, beside, bound, called, fit, rule
 from fxpass.rows.sizes import agree, is_tensor, packet, shape, value
 from fxpass.rows.tags import Stop, Tag, letter_of, others, place
 
 
 @rule("where", "clone", "_to_copy", "alias", "detach", "masked_fill", "fill", "lift_fresh_copy")
 @rule("convert_element_type", "fma", ns=P)
-def pointwise(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def pointwise(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Each element by itself; every call that torch tags as pointwise."""
     sizes = shape(node)
     args = [a for a in node.all_input_nodes if is_tensor(a)]
@@ -35,11 +35,11 @@ def pointwise(rules: Rules, node: Node, want: Tag | None) -> Plan:
         given, named = map_arg((node.args, kwargs), of)
         return call(*given, **named)
 
-    return Plan(tag, list(refs.values()), run)
+    return NodePlan(tag, list(refs.values()), run)
 
 
 @rule("copy")
-def copy(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def copy(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """``copy(self, src)``: src with the dtype and the sizes of self."""
     sizes, source = shape(node), node.args[1]
     tag = want or rules.joined([source], sizes)  # pyright: ignore[reportArgumentType]
@@ -50,7 +50,7 @@ def copy(rules: Rules, node: Node, want: Tag | None) -> Plan:
         found = fit(env.get(ref), ref.letters, tag.letters).to(dtype)
         return found.expand(env.n, *map(env.size, inner))
 
-    return Plan(tag, [ref], run)
+    return NodePlan(tag, [ref], run)
 
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod")
@@ -61,7 +61,7 @@ def copy(rules: Rules, node: Node, want: Tag | None) -> Plan:
 @rule("_log_softmax_backward_data", "_softmax_backward_data")
 @rule("gather", "scatter", "scatter_add", "scatter_reduce", "flip", "roll")
 @rule("rev", ns=P)
-def along(rules: Rules, node: Node, want: Any) -> Plan:
+def along(rules: Rules, node: Node, want: Any) -> NodePlan:
     """Along dimensions that are not of rows; and sums over all rows, and flips of rows."""
     given, source = bound(node), node.args[0]
     assert isinstance(source, Node)
@@ -113,7 +113,7 @@ def along(rules: Rules, node: Node, want: Any) -> Plan:
         return called(node, found)
 
     tags = [_reduced(tag, dims, keeps, o, rules.classes) for o in results]
-    return Plan(tags if len(results) > 1 else tags[0], list(refs.values()), run)
+    return NodePlan(tags if len(results) > 1 else tags[0], list(refs.values()), run)
 
 
 def packet_flips(node: Node) -> bool:
@@ -143,26 +143,28 @@ def _reduced(tag: Tag, dims: list[int], keeps: bool, result: Any, classes: int) 
     return tag.like("".join(a if a == "r" else letter_of(size, classes) for a, size in pairs))
 
 
-def _flipped(rules: Rules, node: Node, want: Any, tag: Tag, dims: list[int], every: bool) -> Plan:
+def _flipped(
+    rules: Rules, node: Node, want: Any, tag: Tag, dims: list[int], every: bool
+) -> NodePlan:
     """The other order: of rows a view, or of other dimensions."""
     source = node.args[0]
     of_rows = [d for d in dims if tag.letters[d] == "r"]
     if not of_rows and not every:
         ref, places = rules.ref(source, tag), [place(tag.letters, d) for d in dims]  # pyright: ignore
-        return Plan(tag, [ref], lambda env: node.target(env.get(ref), *_moved(node, places)))  # pyright: ignore
+        return NodePlan(tag, [ref], lambda env: node.target(env.get(ref), *_moved(node, places)))  # pyright: ignore
     if node.target is A.roll.default or len(of_rows) < len(dims):
         raise Stop("moves rows")
     rows = tuple(sorted(tag.rows.index(d) for d in of_rows))
     turned = tag.like(tag.letters, tag.view.then("flip", rows, tag.view.shape))
     ref = rules.ref(source, tag if want is None else turned)  # pyright: ignore[reportArgumentType]
-    return Plan(turned if want is None else tag, [ref], lambda env: env.get(ref))
+    return NodePlan(turned if want is None else tag, [ref], lambda env: env.get(ref))
 
 
 def _moved(node: Node, places: list[int]) -> tuple[Any, ...]:
     return (node.args[1], places) if node.target is A.roll.default else (places,)
 
 
-def _over_rows(rules: Rules, node: Node, tag: Tag, dims: list[int], rows: list[int]) -> Plan:
+def _over_rows(rules: Rules, node: Node, tag: Tag, dims: list[int], rows: list[int]) -> NodePlan:
     """A sum over all rows, which the loop over chunks adds up."""
     source = node.args[0]
     mean = node.target in (A.mean.default, A.mean.dim)
@@ -180,7 +182,7 @@ def _over_rows(rules: Rules, node: Node, tag: Tag, dims: list[int], rows: list[i
         return A.sum.dim_IntList(masked(env, env.full(ref), tag), over, False, dtype=dtype)
 
     sizes = shape(source)  # pyright: ignore[reportArgumentType]
-    return Plan(None, [ref], run, (tag.view,), tuple(sizes[d] for d in dims) if mean else ())
+    return NodePlan(None, [ref], run, (tag.view,), tuple(sizes[d] for d in dims) if mean else ())
 
 
 def masked(env: Env, tensor: Tensor, tag: Tag) -> Tensor:

@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.rows.pointwise import masked
-from fxpass.rows.rules import A, Env, Plan, Ref, Rules, fit, rule
+from fxpass.rows.rules import A, Env, NodePlan, Ref, Rules, fit, rule
 from fxpass.rows.sizes import hint, is_one, packet, shape, value
 from fxpass.rows.tags import Stop, Tag, letter_of, relettered
 
 
 @rule("mm", "addmm")
-def mm(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """A product of two matrices, of which one has rows, or both."""
     bias = None
     if packet(node) is A.addmm:
@@ -62,10 +62,10 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> Plan:
             return made
         return made + fit(env.get(refs[2]), refs[2].letters, result.letters)
 
-    return Plan(result, refs, run)
+    return NodePlan(result, refs, run)
 
 
-def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> Plan:
+def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> NodePlan:
     """``aᵀ b``, a sum over rows, as the gradient of a weight is."""
     if not (rules.has_classes(a) or rules.has_classes(b)):
         raise Stop("sums rows of no classes")
@@ -75,11 +75,11 @@ def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> Plan:
         x, y = masked(env, env.full(left), tag), masked(env, env.full(right), tag)
         return torch.mm(x.t(), y)
 
-    return Plan(None, [left, right], run, (tag.view,))
+    return NodePlan(None, [left, right], run, (tag.view,))
 
 
 @rule("bmm")
-def bmm(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def bmm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """A batch of products: with one matrix, with one for each of another dimension, or of rows."""
     a, b = node.args[:2]
     assert isinstance(a, Node)
@@ -99,7 +99,7 @@ def bmm(rules: Rules, node: Node, want: Tag | None) -> Plan:
                     return torch.matmul(tensor, matrices[0])
                 return torch.matmul(tensor.movedim(0, 1), matrices).movedim(0, 1)
 
-            return Plan(of_a.like(letters[:2] + outer), [x, weight], of_weight)
+            return NodePlan(of_a.like(letters[:2] + outer), [x, weight], of_weight)
     for tag, own, other, turned in ((of_a, a, b, False), (of_b, b, a, True)):
         if tag is None or tag.letters[0] != "r" or "r" in tag.letters[1:]:
             continue
@@ -110,5 +110,5 @@ def bmm(rules: Rules, node: Node, want: Tag | None) -> Plan:
             left, right = env.full(x), env.full(y)
             return torch.bmm(right, left) if turned else torch.bmm(left, right)
 
-        return Plan(tag.like(relettered("rkk", sizes, rules.classes)), [x, y], of_rows)
+        return NodePlan(tag.like(relettered("rkk", sizes, rules.classes)), [x, y], of_rows)
     raise Stop("is a batched product in a way that is not known")

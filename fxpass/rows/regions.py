@@ -40,7 +40,7 @@ AGAIN = 5  # as often, rules of backward may find what others have tagged
 
 
 @dataclass
-class Part:
+class RegionCall:
     """What one call computes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Found:
     """
 
     rules: Rules
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RegionCall] = field(default_factory=list)
     inside: set[Node] = field(default_factory=set)
     factor: Node | None = None
     degrees: dict[Node, int | None] = field(default_factory=dict)
@@ -301,7 +301,7 @@ def _parts(
             if results:
                 body = _body(rules, results, inside, phase, p, needed)
                 in_order = [sorted(some, key=order.__getitem__) for some in (results, body)]
-                found.parts.append(Part(p, *in_order))
+                found.parts.append(RegionCall(p, *in_order))
     found.parts.reverse()
 
 

@@ -1,9 +1,9 @@
 """Tags of the nodes of a functional ATen graph, and how each node runs on a chunk of rows.
 
-In: a graph with tagged heads. Out: for a node a :class:`Plan`: its tag, what it reads, and how it
-runs on a chunk. A rule, one for each class of ATen op, serves in both directions: it joins the tags
-of the arguments, or is told the tag that is wanted (``want``) of a node which makes an operand as
-large as logits, and pulls that node into the region::
+In: a graph with tagged heads. Out: for a node a :class:`NodePlan`: its tag, its operands, and how
+it runs on a chunk. A rule, one for each class of ATen op, serves in both directions: it joins the
+tags of the arguments, or is told the tag that is wanted (``want``) of a node which makes an operand
+as large as logits, and pulls that node into the region::
 
     z + q[:, :-1]    q is an operand of each row    z + F.one_hot(labels)    one_hot is pulled in
 """
@@ -78,7 +78,7 @@ Run = Callable[[Env], Any]
 
 
 @dataclass
-class Plan:
+class NodePlan:
     """How a node runs on a chunk.
 
     Attributes:
@@ -96,7 +96,7 @@ class Plan:
     per: tuple[Any, ...] = ()
 
 
-Rule = Callable[["Rules", Node, Any], Plan]
+Rule = Callable[["Rules", Node, Any], NodePlan]
 RULES: dict[Any, Rule] = {}
 
 
@@ -142,7 +142,7 @@ class Rules:
     weights: set[Node]
     hidden: set[Node]
     alike: bool = False
-    plans: dict[Node, Plan] = field(default_factory=dict)
+    plans: dict[Node, NodePlan] = field(default_factory=dict)
     reasons: dict[Node, Stop] = field(default_factory=dict)
     _pulling: set[Node] = field(default_factory=set)
     _large: dict[Node, bool] = field(default_factory=dict)
@@ -385,7 +385,7 @@ def put(env: Env, view: View, base: Ref, source: Ref) -> Tensor:
     return some if inside is None else torch.where(beside(inside, some), some, whole)
 
 
-def getitem(rules: Rules, node: Node, want: Any) -> Plan:
+def getitem(rules: Rules, node: Node, want: Any) -> NodePlan:
     """One of several results."""
     source, i = node.args
     if want is not None and source not in rules.plans:
@@ -394,7 +394,7 @@ def getitem(rules: Rules, node: Node, want: Any) -> Plan:
     if not isinstance(tags, list):
         raise Stop("is one of several results that are not of rows")
     ref = Ref("node", source, "")  # pyright: ignore[reportArgumentType]
-    return Plan(tags[i], [ref], lambda env: env.values[source][i])  # pyright: ignore
+    return NodePlan(tags[i], [ref], lambda env: env.values[source][i])  # pyright: ignore
 
 
 RULES[operator.getitem] = getitem

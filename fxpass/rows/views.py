@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.rules import A, Env, P, Plan, Rules, fit, rule
+from fxpass.rows.rules import A, Env, NodePlan, P, Rules, fit, rule
 from fxpass.rows.sizes import packet, same, shape, value
 from fxpass.rows.tags import (
     Stop,
@@ -20,7 +20,7 @@ from fxpass.rows.tags import (
 
 
 @rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
-def reshape(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """The same elements in other dimensions."""
     source, after = source_of(node), shape(node)
     before = shape(source)
@@ -39,11 +39,11 @@ def reshape(rules: Rules, node: Node, want: Tag | None) -> Plan:
         tensor = env.get(ref)
         return tensor.reshape(tensor.shape[0], *map(env.size, sizes))
 
-    return Plan(result, [ref], run)
+    return NodePlan(result, [ref], run)
 
 
 @rule("permute", "transpose", "t")
-def permute(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def permute(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """The dimensions in another order."""
     source, order = source_of(node), _order(node)
     sizes = shape(source)
@@ -62,7 +62,7 @@ def permute(rules: Rules, node: Node, want: Tag | None) -> Plan:
         view = want.view.then("permute", back, [sizes[d] for d in sorted(of_rows)])
         result, given = want, want.like(letters, view)
     ref, inner = rules.ref(source, given), [place(letters, d) for d in order if letters[d] != "r"]
-    return Plan(result, [ref], lambda env: env.get(ref).permute(0, *inner))
+    return NodePlan(result, [ref], lambda env: env.get(ref).permute(0, *inner))
 
 
 def _order(node: Node) -> list[int]:
@@ -78,7 +78,7 @@ def _order(node: Node) -> list[int]:
 
 
 @rule("expand")
-def expand(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def expand(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Dimensions of one element as larger ones, and new dimensions in front."""
     source, sizes = source_of(node), shape(node)
     if want is None:
@@ -95,11 +95,11 @@ def expand(rules: Rules, node: Node, want: Tag | None) -> Plan:
         tensor = fit(env.get(ref), ref.letters, tag.letters)
         return tensor.expand(tensor.shape[0] if tensor.dim() else 1, *map(env.size, inner))
 
-    return Plan(tag, [ref], run)
+    return NodePlan(tag, [ref], run)
 
 
 @rule("device_put", ns=P)
-def moved(rules: Rules, node: Node, want: Tag | None) -> Plan:
+def moved(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Another device: a loop runs on one."""
     if want is not None:
         raise Stop("moves a large operand between devices")

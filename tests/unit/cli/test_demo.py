@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fxpass.cli import demo, demo_worker
-from fxpass.cli.demo import Run, first_difference
+from fxpass.cli.demo import Trial, first_difference
 from fxpass.cli.demo_worker import Job, read_corpus, session
 from fxpass.cli.memory import Memory
 
@@ -76,9 +76,9 @@ def test_memory_is_the_peak_since_start() -> None:
 
 def run(
     name: str, matched: int = 1, failure: str = "", losses: Sequence[float] = (1.0,) * 4
-) -> Run:
+) -> Trial:
     ones = [1.0] * len(losses)
-    return Run(name, failure, list(losses), ones, ones, counters={"matched": matched})
+    return Trial(name, failure, list(losses), ones, ones, counters={"matched": matched})
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_curves_are_compared_with_eagers(
     losses: list[float], norms: list[float], reason: str
 ) -> None:
     seconds = [0.1] * 4
-    eager = Run("eager", losses=[10.0, 9.0, 8.0], norms=[1.0, 2.0, 1.0], seconds=seconds)
-    other = Run("fusedce", losses=losses, norms=norms, seconds=seconds)
+    eager = Trial("eager", losses=[10.0, 9.0, 8.0], norms=[1.0, 2.0, 1.0], seconds=seconds)
+    other = Trial("fusedce", losses=losses, norms=norms, seconds=seconds)
     demo.refuse([eager, other], "float32")
     assert other.failure.startswith(reason)
     assert bool(other.failure) == bool(reason) == (not other.timed)
@@ -104,7 +104,7 @@ def test_curves_are_compared_with_eagers(
 
 
 def test_without_eager_there_are_no_numbers() -> None:
-    runs = [Run("eager", "out of memory"), run("fusedce")]
+    runs = [Trial("eager", "out of memory"), run("fusedce")]
     demo.refuse(runs, "float32")
     assert runs[1].failure.startswith("refused: eager has no numbers")
 
@@ -126,7 +126,7 @@ def test_two_overflows_do_not_differ() -> None:
     ],
 )
 def test_what_is_a_problem(
-    fused: Run, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fused: Trial, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "train", lambda *_: [run("eager", matched=0), fused])
     assert demo.run(job(), 4, ["fusedce"]) == bool(found)

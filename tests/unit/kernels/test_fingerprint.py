@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.kernels import fingerprint as kernel
 from fxpass.op import fingerprint
-from fxpass.op.fingerprint import Layout
+from fxpass.op.fingerprint import ReadOrder
 
 LAYOUTS = {
     "whole": lambda t: t,
@@ -31,7 +31,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, 
 def digest(t, implementation, patch):
     answer = (implementation, "for the test")
     patch.setattr(fingerprint, "implementation_for", lambda *_: answer)
-    return fingerprint.fingerprint(t, Layout.of(t))
+    return fingerprint.fingerprint(t, ReadOrder.of(t))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

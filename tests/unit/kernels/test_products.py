@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fxpass.kernels import chunked, reductions
-from fxpass.kernels.chunked import Gradients, Part, dtypes_of
+from fxpass.kernels.chunked import Gradients, LogitsSlice, dtypes_of
 from fxpass.plan.plan import MOST_ROUNDED
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
@@ -77,9 +77,9 @@ def test_products(device, way, unrounded, dtype, monkeypatch):
     spec, sliced = replace(ROWS, unrounded=unrounded), way == "slices"
     starts = range(0, 50, 20) if sliced else range(0, 6, 4)
     parts = [
-        Part(slice(0, 6), slice(i, min(i + 20, 50)))
+        LogitsSlice(slice(0, 6), slice(i, min(i + 20, 50)))
         if sliced
-        else Part(slice(i, min(i + 4, 6)), slice(0, 50))
+        else LogitsSlice(slice(i, min(i + 4, 6)), slice(0, 50))
         for i in starts
     ]
     unscale = torch.tensor(0.5, device=device) if sliced else None
@@ -189,7 +189,7 @@ def test_nothing_waits_for_the_gpu(monkeypatch, run, v):
 )
 def test_classes_that_fill_no_vector_have_a_gemm(rows, classes, dtype, ends):
     for first in (0, 256):
-        part = Part(slice(0, rows), slice(first, first + classes))
+        part = LogitsSlice(slice(0, rows), slice(first, first + classes))
         found = chunked.gemms_of(part, dtype)
         assert [one.stop - first for one in found] == ends
         assert [one.start - first for one in found] == [0, *ends[:-1]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxpass.op.fingerprint import COPIED, PER_CORE, Layout, fingerprint
+from fxpass.op.fingerprint import COPIED, PER_CORE, ReadOrder, fingerprint
 from tests.support.allocations import Allocations
 from tests.support.pairs import in_pairs
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def digest(t):
-    return fingerprint(t, Layout.of(t))
+    return fingerprint(t, ReadOrder.of(t))
 
 
 @in_pairs(

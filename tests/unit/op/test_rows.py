@@ -42,7 +42,7 @@ def few():
 
 def test_the_chunks_of_these_tests_are_several(few):
     text = TEXTS["f32"]
-    run = row_chunks._Run(row_chunks.prepared(text, CPU), tensors_of(text), {"n": N, "v": 9})
+    run = row_chunks._LoopRun(row_chunks.prepared(text, CPU), tensors_of(text), {"n": N, "v": 9})
     assert 2 <= run.plan.rows <= N // 3
 
 
@@ -104,7 +104,9 @@ def test_where_inductor_fails_it_is_interpreted(monkeypatch):
 
 def test_the_budget_of_the_text():
     text, n, v = TEXTS["f32"].replace("memory_mb=0", "memory_mb=1"), 3000, 400
-    run = row_chunks._Run(row_chunks.prepared(text, CPU), tensors_of(text, n, v), {"n": n, "v": v})
+    run = row_chunks._LoopRun(
+        row_chunks.prepared(text, CPU), tensors_of(text, n, v), {"n": n, "v": v}
+    )
     assert run.plan.scratch <= 1 << 20
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fxpass.plan.plan import CPU_LEAST, EFFICIENT, LEAST_ROWS, MIB, budget
-from fxpass.plan.regions import Head, plan
+from fxpass.plan.regions import HeadSizes, plan
 from tests.support.gpus import H100
 from tests.support.planned import BF16, CPU, CUDA, F32, F64
 
 F16 = torch.float16
-LLAMA = Head(4096, 128256, BF16, BF16, True)
+LLAMA = HeadSizes(4096, 128256, BF16, BF16, True)
 
 
-def logits(*heads: Head) -> int:
+def logits(*heads: HeadSizes) -> int:
     """Bytes of a row of logits."""
     return sum(head.v * head.dtype.itemsize for head in heads)
 
@@ -31,7 +31,7 @@ def test_scratch_is_within_the_budget(dtype, multiplied, memory_mb):
         (1, 100, 4096, 10**6), (1, 64, 4096), (2, 1000, 128256), (1, 2), (2, 8)
     )
     for n, d, v, count, buffers in sizes:
-        heads = (Head(d, v, dtype, multiplied, True),) * count
+        heads = (HeadSizes(d, v, dtype, multiplied, True),) * count
         row = buffers * logits(*heads)
         found = plan(n, heads, row, CPU, memory_mb)
         widest = F64 if dtype == F64 else F32
@@ -47,19 +47,19 @@ def test_scratch_is_within_the_budget(dtype, multiplied, memory_mb):
 
 
 def test_few_rows_are_one_chunk():
-    head = Head(256, 1000, F32, F32, True)
+    head = HeadSizes(256, 1000, F32, F32, True)
     assert plan(100, (head,), 3 * logits(head), CPU).rows == 100
     assert plan(0, (head,), 3 * logits(head), CPU).rows == 1
 
 
 def test_many_rows_of_few_classes_are_many_at_a_time():
-    head = Head(64, 2, F32, F32, True)
+    head = HeadSizes(64, 2, F32, F32, True)
     assert plan(10**6, (head,), 2 * logits(head), CPU).rows >= 2**13
 
 
 def test_all_rows_where_sums_would_take_as_much():
     """A weight's gradient in f32 takes 4 * V * D bytes: as many rows of logits may exist."""
-    head = Head(2048, 32000, BF16, BF16, True)
+    head = HeadSizes(2048, 32000, BF16, BF16, True)
     frozen = head._replace(trained=False)
     assert plan(1024, (head,), 4 * logits(head), CPU).rows == 1024
     found = plan(1024, (frozen,), 4 * logits(head), CPU)
@@ -69,14 +69,14 @@ def test_all_rows_where_sums_would_take_as_much():
 
 
 def test_the_more_a_row_needs_the_fewer_rows():
-    head = Head(256, 32000, F32, F32, True)
+    head = HeadSizes(256, 32000, F32, F32, True)
     rows = [plan(4096, (head,), k * logits(head), CPU, 64).rows for k in (1, 2, 4, 8)]
     assert rows == sorted(rows, reverse=True)
     assert rows[0] > rows[-1]
 
 
 def test_chunks_are_equal():
-    head = Head(256, 32000, F32, F32, True)
+    head = HeadSizes(256, 32000, F32, F32, True)
     found = plan(1000, (head,), 4 * logits(head), CPU)
     count = -(-1000 // found.rows)
     assert found.rows % 16 == 0
@@ -85,12 +85,12 @@ def test_chunks_are_equal():
 
 def test_casts_and_sums_take_some_classes_at_a_time():
     """A product of a cast weight, and one that is added to an f32 sum."""
-    native, cast = Head(512, 128256, BF16, BF16, True), Head(512, 128256, BF16, F32, True)
+    native, cast = HeadSizes(512, 128256, BF16, BF16, True), HeadSizes(512, 128256, BF16, F32, True)
     for head in (native, cast):
         found = plan(4096, (head,), 4 * logits(head), CPU)
         assert found.classes[0] < head.v
     assert plan(64, (native,), 4 * logits(native), CPU).classes == (128256,)
-    exact = Head(512, 128256, F32, F32, True)
+    exact = HeadSizes(512, 128256, F32, F32, True)
     assert plan(4096, (exact,), 4 * logits(exact), CPU).classes == (128256,)
 
 
@@ -104,5 +104,5 @@ def test_chunks_of_a_gpu(gpus):
     assert plan(32768, (LLAMA,), 2 * logits(LLAMA), CUDA, 1024).scratch <= 256 * MIB
     frozen = LLAMA._replace(trained=False)
     assert plan(16384, (frozen,), 2 * logits(LLAMA), CUDA).rows == EFFICIENT
-    small = Head(1024, 1000, BF16, BF16, False)
+    small = HeadSizes(1024, 1000, BF16, BF16, False)
     assert plan(32768, (small,), 2 * logits(small), CUDA).rows == 32768 // 2

@@ -19,13 +19,13 @@ N = 48  # rows of a program
 def chosen(monkeypatch):
     """The numbers of rows of all runs of loops."""
     found: list[int] = []
-    keep = row_chunks._Run.results
+    keep = row_chunks._LoopRun.results
 
     def results(self, runs=True):
         found.extend([self.n] * runs)
         return keep(self, runs)
 
-    monkeypatch.setattr(row_chunks._Run, "results", results)
+    monkeypatch.setattr(row_chunks._LoopRun, "results", results)
     return found
 
 
