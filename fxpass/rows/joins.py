@@ -47,7 +47,6 @@ def _of_rows(
     """Parts of rows at their places: what the gradient of a split, or of an unbind, is."""
     first = rules.tag_of(given_tags[0]) if given_tags else None
     last: Any = first.view.last if first is not None else ("", (), ())
-    single = all(is_one(shape(t)[dim]) for t in tensors)
     parts: list[Tag] = []
     if tag.letters[dim] == "r" and (want is not None or last[0] == "slice"):
         if want is not None:
@@ -69,33 +68,20 @@ def _of_rows(
             return None
         refs = [rules.ref(t, p) for t, p in zip(tensors, parts, strict=True)]
         return _put_together(whole, refs, parts, None)
-    if first is None or tag.letters[dim] == "r" or not single:
+    single = all(is_one(shape(t)[dim]) for t in tensors)
+    if first is None or tag.letters[dim] == "r" or not single or last[0] != "select":
         return None
     letters = tag.letters[:dim] + "r" + tag.letters[dim + 1 :]
     d, count = letters[:dim].count("r"), len(tensors)
     inner = tag.letters[:dim] + "k" + tag.letters[dim + 1 :]
-    before = first.view.before
-    if last[0] == "select":  # of an unbind
-        whole = tag.like(letters, before)
-        known = len(before.shape) == len(whole.rows) and before.shape[d] == count
-        if d != last[1][0] or not known:
-            return None
-        after = list(first.view.shape)
-        views = [before.then("select", (d, i), after) for i in range(count)]
-    elif last[0] == "slice" and last[1][0] == 0 and last[1][1] == 0:  # equal parts, stacked
-        size = last[2][0]
-        if len(before.shape) != 1 or d or before.shape[0] != size * count:
-            return None
-        whole = tag.like(letters, before.reshape((count, size)))
-        views = [
-            before.then("slice", (0, i * size, (i + 1) * size, 1), (size,)) for i in range(count)
-        ]
-    else:
+    whole, before = tag.like(letters, first.view.before), first.view.before
+    known = len(before.shape) == len(whole.rows) and before.shape[d] == count
+    if d != last[1][0] or not known:  # not of an unbind
         return None
-    parts = [tag.like(inner, view) for view in views]
+    after = list(first.view.shape)
+    parts = [tag.like(inner, before.then("select", (d, i), after)) for i in range(count)]
     refs = [rules.ref(t, p) for t, p in zip(tensors, parts, strict=True)]
-    at = place(letters, dim)
-    return _put_together(whole, refs, parts, at)
+    return _put_together(whole, refs, parts, place(letters, dim))
 
 
 def _put_together(whole: Tag, refs: list[Ref], parts: list[Tag], squeezed: int | None) -> NodePlan:
