@@ -54,8 +54,7 @@ class Report:
             reason or the user's line.
         kernels: the Triton kernels that the matches launch on a GPU, each with ``.name``,
             ``.source``, the launch ``.options``, and the ``.gpu`` that they are for: the operands'
-            GPU, else the current one, else an H200 (sm_90), which ``str()`` leaves out. These are
-            the defaults; where the tuner measures, it may choose another of ``.candidates``.
+            GPU, else the current one, else an H200 (sm_90), which ``str()`` leaves out.
         before, after: each graph as text, before and after the rewrite.
         labels_missing: whether the function takes ``labels`` and got none, as models do that
             return a loss only if they get labels.

@@ -1,6 +1,5 @@
 """Class reductions in Triton: generates kernels from a spec, and launches them.
 
 Kernels are a template, which every machine can render; only ``chunked`` and ``reductions``, which
-launch them, ``tuning``, and the kernels that are plain functions import triton. Imports ``spec``
-and ``plan``.
+launch them, and the kernels that are plain functions import triton. Imports ``spec`` and ``plan``.
 """

@@ -65,35 +65,24 @@ def gpu_for_listing(device: torch.device) -> Gpu:
     return gpu_of(device) if runs == "triton" else ASSUMED
 
 
-class Candidate(NamedTuple):
-    """One way to launch: a kernel with sizes of blocks, in capitals, and options of a launch."""
+class Launch(NamedTuple):
+    """One kernel of a run for a GPU, with sizes of blocks, in capitals, and options of a launch."""
 
+    gpu: Gpu
     kernel: Kernel
     items: tuple[tuple[str, int], ...]
 
     @property
-    def options(self) -> dict[str, int]:
-        return dict(self.items)
-
-
-class Launch(NamedTuple):
-    """One kernel of a run for a GPU: its candidates, of which :mod:`fxpass.kernels.tuning` chooses
-    one, and the default, the first."""
-
-    gpu: Gpu
-    candidates: tuple[Candidate, ...]
-
-    @property
     def name(self) -> str:
-        return self.candidates[0].kernel.name
+        return self.kernel.name
 
     @property
     def source(self) -> str:
-        return self.candidates[0].kernel.source
+        return self.kernel.source
 
     @property
     def options(self) -> dict[str, int]:
-        return self.candidates[0].options
+        return dict(self.items)
 
 
 def adds_bias(operands: Operands) -> bool:
@@ -135,17 +124,12 @@ def _launch(
     products = features.scaled or spec.transform != expression.Z
     exact = (("enable_fp_fusion", False),) * (spec.ranks and products)
     vector = 16 // dtype.itemsize  # what a thread loads at once
-
-    def candidate(block: int, warps: int) -> Candidate:
-        present = features._replace(whole_row=block >= v)._asdict()
-        kernel = render.reductions(spec, forward, **present)
-        lanes = min(warps * (64 if gpu.target.startswith("gfx") else 32), block // vector)
-        sizes = {"BLOCK_V": block, "LANES": lanes, "VECTOR": vector}
-        read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
-        return Candidate(kernel, (*read, ("num_warps", warps), *exact))
-
-    found = blocks(v, dtype, gpu.target, spec, sliced=not forward)
-    return Launch(gpu, tuple(candidate(*sizes) for sizes in found))
+    block, warps = block_of(v, dtype, spec, sliced=not forward)
+    kernel = render.reductions(spec, forward, **features._replace(whole_row=block >= v)._asdict())
+    lanes = min(warps * (64 if gpu.target.startswith("gfx") else 32), block // vector)
+    sizes = {"BLOCK_V": block, "LANES": lanes, "VECTOR": vector}
+    read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
+    return Launch(gpu, kernel, (*read, ("num_warps", warps), *exact))
 
 
 def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
@@ -158,39 +142,24 @@ def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ..
 
 # ---------------------------------------------------------------- sizes of blocks
 
-# Bytes of a block of a row and warps, in the default configuration; of a long row that few values
-# are computed of, a thread has 32 logits. On an H200 a training step's kernel takes 0.64 ms for
-# 4096 x 128256 logits in bf16 with these, and 0.71 to 0.76 with the others.
+# Bytes of a block of a row and warps; of a long row that few values are computed of, a thread has
+# 32 logits. On an H200 a training step's kernel takes 0.64 ms for 4096 x 128256 logits in bf16 with
+# these, and 0.71 to 0.76 with others.
 _BLOCK, _LONG = (1 << 14, 16), (1 << 15, 16)
-# Other candidates: smaller programs, of a long row also with fewer threads. A slice may have a few
-# hundred classes only.
-_FEWER, _OTHERS, _SMALL = (1 << 14, 8), ((1 << 13, 8), (1 << 12, 4)), (1 << 10, 1)
-# Elements of the largest row that fits, with its exponentials, into the registers of 1024 threads.
-_LARGEST_ROW = 1 << 14
+_LONG_ROW = 1 << 14  # elements, above
 
 
-def blocks(
-    v: int, dtype: torch.dtype, target: str, spec: Reductions, sliced: bool = False
-) -> list[tuple[int, int]]:
-    """The classes of a block and the warps of each candidate, none of which spills registers.
+def block_of(v: int, dtype: torch.dtype, spec: Reductions, sliced: bool = False) -> tuple[int, int]:
+    """The classes of a block, and the warps; no kernel spills registers.
 
     A thread has more than 16 logits only where each has few other values: no weights and no
     transform. ``sliced``: a launch may have some of the classes.
 
-    >>> blocks(128256, torch.bfloat16, "sm_90", Reductions(("pick",)))
-    [(16384, 16), (8192, 8), (4096, 8), (2048, 4)]
+    >>> block_of(128256, torch.bfloat16, Reductions(("pick",)))
+    (16384, 16)
     """
     light = not spec.weights and spec.transform == expression.Z
     whole = 1 << (v - 1).bit_length()
-    long = light and not sliced and whole > _LARGEST_ROW
-    size, warps = _LONG if long else _BLOCK
+    size, warps = _LONG if light and not sliced and whole > _LONG_ROW else _BLOCK
     block = min(whole, size // dtype.itemsize)
-    default = block, max(1, min(warps, block // 512))
-    if expression.given_in(spec.transform):
-        return [default]  # others spill on sm_80
-    sizes = [*[_FEWER] * long, *_OTHERS, *[_SMALL] * sliced]
-    others = [(size // dtype.itemsize, warps) for size, warps in sizes]
-    others = [(size, warps) for size, warps in others if size <= whole]
-    if light and block < whole <= _LARGEST_ROW:
-        others.append((whole, 16 if target.startswith("gfx") else 32))
-    return [default, *(one for one in others if light or one[0] <= 16 * 32 * one[1])]
+    return block, max(1, min(warps, block // 512))

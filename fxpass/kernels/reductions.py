@@ -16,7 +16,7 @@ them with their gradient, from which GEMMs compute those of the operands::
     torch.Size([4, 8])
 
 Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
-after a first run has compiled the kernel and tuned its blocks.
+after a first run has compiled the kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fxpass.kernels import call, render, tuning
-from fxpass.kernels.call import Candidate
+from fxpass.kernels import call, render
 from fxpass.kernels.chunked import (
     Gradients,
     LogitsSlice,
@@ -112,7 +111,7 @@ class _Launch:
         of_classes = {"bias": None if bias is None else bias.contiguous()}
         for i, w in enumerate(operands.given):
             of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
-        named = {name for c in self.row.candidates for name in load(c.kernel).arg_names}
+        named = set(load(self.row.kernel).arg_names)
         self.of_rows, self.of_outputs, self.of_classes = (
             {name: t for name, t in some.items() if t is not None and name in named}
             for some in (of_rows, of_outputs, of_classes)
@@ -133,27 +132,16 @@ class _Launch:
             return sums.found
         n, v = (max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True))
         buffer = x.new_empty((n, padded(v)))
-        # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the real
-        # launch overwrites the outputs that the timing wrote
-        first = parts[0].of(buffer)
-        chosen = tuning.best(
-            load(self.row.candidates[0].kernel),
-            x.device,
-            first.dtype,
-            parts[0].shape,
-            self.row.candidates,
-            lambda candidate: self._launch(candidate, parts[0], first),
-        )
         for part in parts:
             logits = logits_of(operands, part, buffer)
-            self._launch(chosen, part, logits)
+            self._launch(part, logits)
             if self.gradients:
                 sums.add(part, logits)
         return sums.found
 
-    def _launch(self, chosen: Candidate, part: LogitsSlice, logits: Tensor) -> None:
+    def _launch(self, part: LogitsSlice, logits: Tensor) -> None:
         """Runs the kernel on a part of the logits, which may be overwritten with their gradient."""
-        kernel, (rows, classes), (n, v) = load(chosen.kernel), part, part.shape
+        kernel, (rows, classes), (n, v) = load(self.row.kernel), part, part.shape
         given = {"logits": logits}
         for name, t in self.of_classes.items():
             some = t[classes] if t.dim() == 1 else t[rows, classes]
@@ -164,7 +152,7 @@ class _Launch:
         given |= {name: t[:, rows] for name, t in self.of_outputs.items()}
         arguments = {**given, **sizes}
         known = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-        kernel[(n,)](**known, **chosen.options)
+        kernel[(n,)](**known, **self.row.options)
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:

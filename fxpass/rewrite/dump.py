@@ -47,8 +47,7 @@ def write(directory: str, before: str, after: str, kernels: Iterable[Launch]) ->
     """
     stem = f"graph_{os.getpid()}_{next(_number):03d}"
     texts = {f"{stem}_before.txt": before + "\n", f"{stem}_after.txt": after + "\n"}
-    candidates = (one for launch in kernels for one in launch.candidates)
-    texts |= {f"{one.kernel.name}.py": one.kernel.source for one in candidates}
+    texts |= {f"{one.name}.py": one.source for one in kernels}
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,6 @@ class Products(Driver):
 
     def __init__(self):
         super().__init__(H100)
-        self.tries = False
         self.products: Counter[str] = Counter()
 
     def __enter__(self) -> Products:

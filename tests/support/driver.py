@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as active
 
-from fxpass.kernels import call, chunked, reductions, tuning
+from fxpass.kernels import call, chunked, reductions
 from fxpass.kernels.call import Gpu
 from fxpass.plan.devices import target_of
 from tests.support.gpus import Card, Gpus
@@ -56,7 +56,6 @@ class Driver:
         launched: all launches.
         compiled: what was generated: the name of a kernel, and its key, with types, the divisors of
             arguments, and options.
-        tries: whether every candidate is launched before the default is chosen.
     """
 
     def __init__(self, card: Card, hip: str | None = None):
@@ -65,7 +64,6 @@ class Driver:
         self.mode = FakeTensorMode()
         self.launched: list[Launched] = []
         self.compiled: list[tuple[str, str]] = []
-        self.tries = True
 
     def __enter__(self) -> Driver:
         patch = self.patch
@@ -86,7 +84,6 @@ class Driver:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         patch.setattr(torch, "addmm", self._addmm)
         patch.setattr(call, "gpu_of", lambda device: self.gpu)
-        patch.setattr(tuning, "best", self._best)
         load = chunked.load
         for module in (chunked, reductions):
             patch.setattr(module, "load", lambda kernel: _Function(load(kernel), self))
@@ -95,11 +92,6 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.patch.undo()
         Gpus.forget()
-
-    def _best(self, kernel, device, dtype, sizes, candidates, launch):
-        for candidate in candidates if self.tries else ():
-            launch(candidate)
-        return candidates[0]
 
     @staticmethod
     def _addmm(add, a, b, *, out, **more):

@@ -107,7 +107,7 @@ def operands_of(case, spec: Reductions) -> Operands:
 
 
 def run(case, driver: Driver) -> None:
-    """Launches all candidates of the kernel of a case.
+    """Launches the kernel of a case.
 
     Raises:
         AssertionError: something else was launched than is listed.
@@ -127,14 +127,8 @@ def run(case, driver: Driver) -> None:
             lines = sum(lines_of(output, operands.many) for output in spec.of_backward.rows)
             incoming = torch.empty(lines, n)
             reductions.backward(operands, spec.of_backward, plan, out, incoming)
-    listed = {Launched(c.kernel.name, frozenset(c.items)) for c in launch.candidates}
-    launched = set(driver.launched)
-    if not driver.tries:
-        listed = {Launched(launch.name, frozenset(launch.options.items()))}
-    assert launched == listed, f"launched {launched}, listed {listed}"
-    if not driver.tries:
-        parts = -(-n // 4096) if forward else -(-v // case["classes"])
-        assert len(driver.launched) == parts
+    parts = -(-n // 4096) if forward else -(-v // case["classes"])
+    assert driver.launched == [Launched(launch.name, frozenset(launch.items))] * parts
 
 
 def rows(case, driver: Driver) -> None:
@@ -144,10 +138,8 @@ def rows(case, driver: Driver) -> None:
     Raises:
         AssertionError: the capture compiles a kernel that the warm-up did not load.
     """
-    driver.tries = True
     _, d, v = case["sizes"]
     run({**case, "sizes": (40, d, v), "classes": 1 << 17, "rows": "new"}, driver)
-    driver.tries = False  # a capture takes the default for sizes that were not timed
     loaded = len(driver.compiled)
     for n in (1, 16, 896, 4099):
         run({**case, "sizes": (n, d, v)}, driver)

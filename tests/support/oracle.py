@@ -225,7 +225,7 @@ def differs(
         yield f"{list(got)} for {list(eager)}"
         return
     exact = eager if row.drawn else run(row, way, row.program(wide=True), wide=True)
-    named: tuple[torch.dtype, ...] = ()
+    named = _named(row.text) if (way.dtype or row.dtype) == torch.float64 else ()
     if isinstance(exact, Exception) or row.drawn:  # of dtypes that are no float64, or share memory
         exact, named = eager, _named(row.text)
     others = functools.cache(lambda: _in_other_orders(row, way, exact))

@@ -164,43 +164,37 @@ def test_rows_do_not_matter(text):
     assert all(launches == some[0] for launches in some)
 
 
-def test_a_candidate_is_a_kernel_with_its_options():
-    """One block for each row is another kernel."""
-    for one in listed(BACKWARD, operands(8192, 4096, 12000, BF16, picks=1)):
-        whole = ["for start in" not in candidate.kernel.source for candidate in one.candidates]
-        assert whole == [candidate.options["BLOCK_V"] >= 12000 for candidate in one.candidates]
-        assert whole == [False] * (len(whole) - 1) + [True]
+@pytest.mark.parametrize("v", [12000, 6000])
+def test_a_row_that_is_one_block_has_another_kernel(v):
+    for one in listed(BACKWARD, operands(8192, 4096, v, BF16, picks=1)):
+        whole = "for start in" not in one.source
+        assert whole == (one.options["BLOCK_V"] >= v) == (v == 6000)
 
 
 @pytest.mark.parametrize("v", [1, 1000, 8193, 50257])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_candidates(v, dtype):
-    """The default first, no block twice as large as the row, no more threads than there can be."""
+def test_sizes_of_a_launch(v, dtype):
+    """No block twice as large as the row, no more threads than there can be."""
     spec = spec_of("outputs=pick;lse gradients=x,weight,bias")
     for one in launches(spec, operands(1, 5, v, dtype, dtype, picks=1), ASSUMED):
         sliced = "backward" in one.name
-        block, warps = call.blocks(v, dtype, "sm_90", spec, sliced=sliced)[0]
-        found = [candidate.options for candidate in one.candidates]
-        assert {"BLOCK_V": block, "num_warps": warps}.items() <= found[0].items()
-        assert len(found) <= 5
-        for options in found:
-            assert options["BLOCK_V"] < 2 * v
-            assert 1 <= options["num_warps"] <= 32
-            if "LANES" in options:  # of which a block has all
-                assert options["LANES"] * options["VECTOR"] <= options["BLOCK_V"] < v
-        assert any(options["BLOCK_V"] >= v for options in found) == (v <= 1 << 14)
+        block, warps = call.block_of(v, dtype, spec, sliced)
+        assert {"BLOCK_V": block, "num_warps": warps}.items() <= one.options.items()
+        assert block < 2 * v
+        assert 1 <= warps <= 16
+        if "LANES" in one.options:  # of which a block has all
+            assert one.options["LANES"] * one.options["VECTOR"] <= block < v
 
 
-def test_a_row_that_is_heavy_is_not_kept_in_registers():
+def test_a_thread_has_fewer_logits_of_a_heavy_row():
     """Weights or a transform need registers for each logit."""
-    for outputs, transform, whole in (
+    for outputs, transform, light in (
         (["pick", Moment(1, 1)], "z", True),
         (["lse"], "3*tanh(z/3)", False),
         ([Moment(0, 1, 1)], "z", False),
     ):
         spec = Reductions(tuple(outputs), expression.parse(transform), ("x",))
-        found = call.blocks(16032, BF16, "sm_90", spec)
-        assert any(block >= 16032 for block, _ in found) == whole
+        assert (call.block_of(128256, BF16, spec)[0] == 1 << 14) == light
 
 
 @pytest.mark.parametrize(("bias", "added"), [(None, False), (BF16, False), (F32, True)])
@@ -208,13 +202,6 @@ def test_who_adds_the_bias(bias, added):
     """The kernel, if the GEMM would round it."""
     for one in listed(BACKWARD, operands(8192, 4096, 128256, BF16, bias, picks=1)):
         assert ("tl.load(bias" in one.source) == added
-
-
-def test_a_slice_may_be_narrow():
-    """Of a few hundred classes, where there are a million rows."""
-    forward, backward = listed(BACKWARD)
-    assert min(one.options["BLOCK_V"] for one in forward.candidates) == 2048
-    assert min(one.options["BLOCK_V"] for one in backward.candidates) == 512
 
 
 def test_reductions_that_aten_computes_have_no_kernels():
@@ -284,9 +271,7 @@ def test_logits_that_passes_compare_are_computed_alike(text, exact):
     """Without products and sums that are fused in one pass and not in the other."""
     spec = spec_of(text)
     (launch,) = for_reductions(spec, operands(8192, 4096, 128256, BF16, picks=1), ASSUMED)
-    for candidate in launch.candidates:
-        assert ("enable_fp_fusion" in candidate.options) == exact
-        assert candidate.options.get("enable_fp_fusion") is (False if exact else None)
+    assert launch.options.get("enable_fp_fusion") is (False if exact else None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How logits are computed in parts: offsets, buffers, what the tuner tries.
+"""How logits are computed in parts: offsets, buffers.
 
 What is computed is in ``test_reductions.py``.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fxpass.kernels import chunked, reductions, render, tuning
+from fxpass.kernels import chunked, reductions, render
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
@@ -17,8 +16,6 @@ from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import Reductions
 from tests.support import without_data
 from tests.support.allocations import Allocations
-from tests.support.launches import Launches
-from tests.support.numerics import error
 from tests.support.specs import spec_of
 
 # NumPy's, in the interpreter
@@ -131,49 +128,6 @@ def test_the_buffer_is_no_larger_than_a_slice(device, classes):
     of_bias = columns  # its sum of the rows
     bound = (7 * columns + of_gemms + of_bias) * 4 + 1000
     assert allocations.peak([*grads.values()]) <= bound
-
-
-class Tuner:
-    """Stands for the tuner, which needs a GPU: tries all candidates, takes the last."""
-
-    def __init__(self):
-        self.candidates = []
-
-    def best(self, kernel, device, dtype, sizes, candidates, launch):
-        for candidate in candidates:
-            launch(candidate)
-        self.candidates += [candidate.options for candidate in candidates]
-        return candidates[-1]
-
-
-def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
-    """Whatever is tried on uninitialised memory (here: nan) leaves nothing behind, and what is
-    chosen runs."""
-    launches, tuner = Launches(monkeypatch, runs=True), Tuner()
-    monkeypatch.setattr(tuning, "best", tuner.best)
-    with device:
-        x, w = torch.randn(10, 5), torch.randn(1500, 5)
-        given = operands(10, 1500, total=1, x=x, weight=w)
-        for spec in (LOSS, EVALUATED):
-            del launches[:], tuner.candidates[:]
-            out, grads = reductions.forward(given, spec, plan(rows=4))
-            blocks = [launch["BLOCK_V"] for launch in launches]
-            tried = [candidate["BLOCK_V"] for candidate in tuner.candidates]
-            assert {2048, 1024} <= set(tried)  # whole rows, and parts of them
-            assert blocks == [*tried, *[tried[-1]] * 3]  # a launch for each chunk
-            assert given.picks is not None
-            loss = -F.cross_entropy(x @ w.T, given.picks, reduction="none")
-            torch.testing.assert_close(out.rows[0], loss, rtol=1e-5, atol=1e-5)
-            assert all(grad.isfinite().all() for grad in grads.values())
-        backward = Reductions(("pick",), gradients=("x", "weight"))
-        scaled = given._replace(coef=None, scale=torch.rand(10))
-        out, _ = reductions.forward(scaled, backward, plan())
-        found = [
-            reductions.backward(scaled, backward, plan(classes=some), out, torch.ones(1, 10))
-            for some in (1500, 400)
-        ]
-    for name in ("x", "weight"):  # what is tried is not added
-        assert error(found[1][name], found[0][name]) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 37), (3, 5, 8200)], ids=["whole", "blocked"])

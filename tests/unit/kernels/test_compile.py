@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxpass.kernels import fingerprint, scale
-from fxpass.kernels.call import Candidate
+from fxpass.kernels.call import Gpu, Launch
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import Reductions
 from tests.support.compiled import Resources, Unit, assert_fits, resources
@@ -97,7 +97,7 @@ def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
 def test_a_spill_is_found():
     """A hundred and more values in each of 32 threads, all of which are needed to the end."""
     kernel = reductions(Reductions((), gradients=("x",), total=("pick",)), whole_row=True)
-    large = Candidate(kernel, (("BLOCK_V", 1 << 13), ("num_warps", 1)))
+    large = Launch(Gpu("", ""), kernel, (("BLOCK_V", 1 << 13), ("num_warps", 1)))
     units = {"large": unit(large, "fp32", 1, True)}
     found = resources(units, "sm_80")
     assert found["large"].spills

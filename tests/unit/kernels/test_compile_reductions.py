@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpass.kernels.call import Candidate, Gpu, for_reductions
+from fxpass.kernels.call import Gpu, Launch, for_reductions
 from fxpass.kernels.render import reductions
 from tests.support.compiled import Unit, assert_fits, loops, resources
 from tests.support.specs import spec_of
@@ -79,7 +79,7 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
 
 
 def units(target: str) -> dict[str, Unit]:
-    """One for each candidate of each launch."""
+    """One for each launch."""
     found = {}
     for label, (text, classes, dtype, present) in KERNELS.items():
         spec = spec_of(text)
@@ -87,17 +87,15 @@ def units(target: str) -> dict[str, Unit]:
         for forward in (True, False) if not spec.total else (True,):
             trained = spec if forward else spec.of_backward
             (launch,) = for_reductions(trained, given, Gpu("", target), forward)
-            for candidate in launch.candidates:
-                sizes = f"{candidate.options['BLOCK_V']} by {candidate.options['num_warps']} warps"
-                name = f"{label}, {'forward' if forward else 'backward'}, {sizes}"
-                found[name] = unit(candidate, dtype, present.get("picks", 0), classes % 16 == 0)  # type: ignore[arg-type]
+            name = f"{label}, {'forward' if forward else 'backward'}"
+            found[name] = unit(launch, dtype, present.get("picks", 0), classes % 16 == 0)  # type: ignore[arg-type]
     return found
 
 
-def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
-    source, name = candidate.kernel.source, candidate.kernel.name
+def unit(launch: Launch, dtype: str, picks: int, aligned: bool) -> Unit:
+    source, name = launch.source, launch.name
     constants = {"K": picks, "PICKS": 1 << max(0, picks - 1).bit_length()}
-    constants |= {name: size for name, size in candidate.items if name.isupper()}
+    constants |= {name: size for name, size in launch.items if name.isupper()}
     constants |= {"given0_step": 1, "given1_step": 1}
     ragged = () if aligned else ("V",)
     return Unit(
@@ -105,7 +103,7 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
         name,
         {**TYPES, "logits": f"*{dtype}"},
         {key: value for key, value in constants.items() if f"    {key}: tl.constexpr" in source},
-        {name: option for name, option in candidate.items if name.islower()},
+        {name: option for name, option in launch.items if name.islower()},
         tuple(name for name in ALIGNED if name not in ragged),
     )
 
@@ -131,6 +129,6 @@ def test_instructions_for_a_logit(nvidia):
     for text in INSTRUCTIONS:
         spec = spec_of(text)
         kernel = reductions(spec, forward=bool(spec.total))
-        units[text] = unit(Candidate(kernel, options), "bf16", 1, True)
+        units[text] = unit(Launch(Gpu("", ""), kernel, options), "bf16", 1, True)
     for text, found in loops(units, nvidia).items():
         assert 0 < sum(found) / (8192 / 512) <= INSTRUCTIONS[text], (text, found)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._logging._internal import trace_log
 
-from fxpass.kernels.call import ASSUMED, Candidate, Launch
+from fxpass.kernels.call import ASSUMED, Launch
 from fxpass.kernels.render import Kernel
 from fxpass.report import explain
 from fxpass.rewrite import dump
@@ -117,9 +117,9 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def test_write_numbers_the_graphs_of_a_process(tmp_path):
     kernels = (Kernel("k1", "1\n"), Kernel("k2", "2\n"))
-    launch = Launch(ASSUMED, tuple(Candidate(kernel, ()) for kernel in kernels))
+    launched = [Launch(ASSUMED, kernel, ()) for kernel in kernels]
     for _ in range(2):
-        dump.write(str(tmp_path), "before", "after", [launch])
+        dump.write(str(tmp_path), "before", "after", launched)
     assert (tmp_path / "k1.py").read_text() == "1\n"
     assert (tmp_path / "k2.py").read_text() == "2\n"
     graphs = sorted(path.stem.split("_")[1:] for path in tmp_path.glob("*.txt"))
