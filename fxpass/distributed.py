@@ -15,19 +15,17 @@ the pass alone compiles: the logits never exist.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import detect_fake_mode
 
+from fxpass.functional import compiled_alone
 from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
 from fxpass.op.collectives import with_summed_gradient
-from fxpass.rows.backend import RowsPass
 from fxpass.rows.vocabulary import local, vocabulary_loss
 from fxpass.settings import Settings
 from fxpass.spec import expression
@@ -40,7 +38,6 @@ __all__ = ["linear_cross_entropy"]
 
 _NAME = "fxpass.distributed.linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
-_numbers = itertools.count()
 
 
 def linear_cross_entropy(
@@ -137,21 +134,11 @@ def _program(
     Args:
         summed: whether the gradient of the hidden states is added up by the caller.
     """
-    inner = RowsPass(memory_mb=memory_mb).backend()
-
-    def backend(module: Any, inputs: Any) -> Any:
-        made, context = inner(module, inputs), TracingContext.try_get()
-        if context is not None and context.fw_metadata is not None:
-            context.fw_metadata.bw_donated_idxs = []  # backward may run twice
-        return made
 
     def run(*tensors: Tensor | None) -> Tensor:
         return vocabulary_loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
 
-    # each program may be compiled for several sizes: Dynamo counts by code
-    code = run.__code__.replace(co_name=f"loss_{next(_numbers)}")
-    own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
-    return torch.compile(own, backend=backend, fullgraph=True)
+    return compiled_alone(run, memory_mb)
 
 
 class _Shard(NamedTuple):

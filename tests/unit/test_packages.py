@@ -44,7 +44,7 @@ LAW = {
     },
     "cli": {"op", "plan"},
 }
-PUBLIC = {"backend", "distributed", "report", "settings", "testing"}
+PUBLIC = {"backend", "distributed", "functional", "report", "settings", "testing"}
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -59,8 +59,7 @@ def test_the_graph():
     x = torch.randn(8, 6, requires_grad=True)
     weight = torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(10, (8,))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert after in testing.rewritten(scope["loss"], x, weight, labels)
+    assert after in testing.rewritten(scope["loss"], x, weight, labels)
 
 
 def test_every_setting_is_in_the_table():
@@ -89,7 +88,7 @@ def test_every_module_and_template_of_a_package_has_a_row(package):
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 250
+    assert len(README.splitlines()) <= 220
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
