@@ -86,11 +86,11 @@ def linear_log_probs(
         ``[...]``, f32 (f64 for f64 operands).
 
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: the temperature is no positive number.
         RuntimeError: operands do not fit together, or a class does not exist.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not isinstance(temperature, int | float) or not temperature > 0:
+        raise ValueError(f"temperature must be a positive number, got {temperature}")
     return _run(_log_probs, (input, linear_weight, linear_bias, target), temperature)
 
 
@@ -109,11 +109,12 @@ def _cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    logits = _logits(x, weight, bias).flatten(0, -2)
+    logits = _logits(x, weight, bias)
+    logits = logits.reshape(-1, logits.shape[-1])
     if class_weight is not None:
         class_weight = class_weight.to(logits.dtype)
     indices = not target.is_floating_point()
-    rows = target.flatten().long() if indices else target.flatten(0, -2).to(logits.dtype)
+    rows = target.flatten().long() if indices else target.reshape(logits.shape).to(logits.dtype)
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
     loss = F.cross_entropy(logits, rows, class_weight, ignore_index=ignore_index, **options)
     return loss.view(x.shape[:-1]) if reduction == "none" else loss

@@ -80,7 +80,7 @@ def test_log_probs(temperature):
         return fxpass.linear_log_probs(x, weight, labels, temperature=temperature).sin().mean()
 
     assert_as_accurate(fused, plain, [x, weight], torch.float32)
-    with pytest.raises(ValueError, match="temperature must be positive"):
+    with pytest.raises(ValueError, match="temperature must be a positive number"):
         fxpass.linear_log_probs(x, weight, labels, temperature=0.0)
 
 
@@ -116,6 +116,13 @@ def test_any_number_of_rows():
         x, weight, labels = operands(n=n)
         loss = fxpass.linear_cross_entropy(x, weight, labels)
         torch.testing.assert_close(loss, eager(x, weight, labels))
+
+
+@NON_LEAF
+def test_one_row():
+    x, weight, labels = operands()
+    one = x[0, 7], weight, labels[0, 7]
+    torch.testing.assert_close(fxpass.linear_cross_entropy(*one), -fxpass.linear_log_probs(*one))
 
 
 def test_in_a_compiled_function():
