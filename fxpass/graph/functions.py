@@ -40,15 +40,7 @@ REFLECTED = {
 _OTHER_NAMES = {
     **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
     **{"subtract": "sub", "multiply": "mul", "negative": "neg", "pos": "positive"},
-    **{
-        "mod": "remainder",
-        "absolute": "abs",
-        "clip": "clamp",
-        "arccos": "acos",
-        "arctan": "atan",
-        "arcsinh": "asinh",
-    },
-    **{"expit": "sigmoid", "logsigmoid": "log_sigmoid"},
+    **{"mod": "remainder", "absolute": "abs", "clip": "clamp", "expit": "sigmoid"},
     **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **dict.fromkeys(("swapaxes", "swapdims"), "transpose"),
     **dict.fromkeys(("dsmm", "spmm"), "mm"),

@@ -52,7 +52,7 @@ def normalized(expr: Any) -> tuple[Any, Any]:
 
 
 # Functions whose absolute value is at most 1.
-_AT_MOST_ONE = ("tanh", "sigmoid", "erf", "sin", "cos", "sign")
+_AT_MOST_ONE = ("tanh", "sigmoid", "sign")
 
 
 def largest(expr: Any) -> Expr:
@@ -111,7 +111,7 @@ def function(name: str, *values: Expr) -> str:
 
 
 # The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
-_BUILT_IN = ("where", "exp", "exp2", "log", "erf", "abs", "sin", "cos")
+_BUILT_IN = ("where", "exp", "log", "abs")
 
 
 class _Triton(Printer):

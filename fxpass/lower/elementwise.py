@@ -74,8 +74,8 @@ VIEWS: dict[str, Callable[[Reading, Node], Classes]] = {
 def pointwise(found: Reading, node: Node) -> Classes:
     """A function of the elements of tensors with classes."""
     name = name_of(node)
-    name = {"log_sigmoid_forward": "log_sigmoid", "getitem": "positive"}.get(name, name)
-    name = name or ("positive" if node.target.__name__ == "getitem" else "")  # type: ignore[union-attr]
+    if "getitem" in (name, node.target.__name__):  # type: ignore[union-attr]
+        name = "positive"
     spellings = [t[name] for t in (ALGEBRA, POINTWISE, MASKS) if name in t]
     if not spellings:
         raise Unknown(f"{name or node.target} of logits is not known")

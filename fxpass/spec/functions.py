@@ -5,8 +5,8 @@ sympy simplifies its own functions: ``log(exp(z))`` becomes ``z``, and ``exp(z) 
 ``tanh(exp(z / 3e4))`` it asks a polynomial of ``exp(z / 2**60)`` whether it is real. So every
 function is a new class with a known derivative, which sympy does not simplify::
 
-    >>> sympy.diff(FUNCTIONS["softplus"].symbolic(sympy.Symbol("z")))
-    sigmoid(z)
+    >>> sympy.diff(FUNCTIONS["tanh"].symbolic(sympy.Symbol("z")))
+    1 - tanh(z)**2
 
 A function with two branches is a :class:`Where`. Its derivative is that of the selected branch. So
 the derivative at a boundary equals PyTorch's if the comparison is the one of PyTorch's backward.
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
-import torch.nn.functional as F
 from sympy import Expr
 from torch import Tensor
 
@@ -91,12 +90,7 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 # ---------------------------------------------------------------- functions
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)); beyond 40 it is x, in f64 too."""
-    return F.softplus(x, threshold=40)
-
-
-def _function(
+def new_function(
     name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any], arity: int = 1
 ) -> LogitFunction:
     """A function with a derivative: ``slope(x)``, or of ``x, y, dx, dy``. Of numbers, a number."""
@@ -128,27 +122,15 @@ def call(name: str, *operands: Any) -> Expr:
 ABOVE, BELOW = (">", "<") if torch.__version__ >= "2.14.0a0" else (">=", "<=")
 
 _TABLE = (
-    _function("exp", torch.exp, lambda x: call("exp", x)),
-    _function("expm1", torch.expm1, lambda x: call("exp", x)),
-    _function("exp2", torch.exp2, lambda x: exact(math.log(2)) * call("exp2", x)),
-    _function("log", torch.log, lambda x: 1 / x),
-    _function("log1p", torch.log1p, lambda x: 1 / (1 + x)),
-    _function("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
-    _function("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
-    _function("softplus", softplus, lambda x: call("sigmoid", x)),
-    _function("tanh", torch.tanh, lambda x: 1 - call("tanh", x) ** 2),
-    _function("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
-    _function("abs", torch.abs, lambda x: call("sign", x)),
-    _function("sign", torch.sign, lambda x: sympy.Integer(0)),
-    _function("sin", torch.sin, lambda x: call("cos", x)),
-    _function("cos", torch.cos, lambda x: -call("sin", x)),
-    _function("acos", torch.acos, lambda x: -1 / call("sqrt", 1 - x**2)),
-    _function("atan", torch.atan, lambda x: 1 / (1 + x**2)),
-    _function("sinh", torch.sinh, lambda x: call("cosh", x)),
-    _function("cosh", torch.cosh, lambda x: call("sinh", x)),
-    _function("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
-    _function("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b), 2),
-    _function("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b), 2),
+    new_function("exp", torch.exp, lambda x: call("exp", x)),
+    new_function("log", torch.log, lambda x: 1 / x),
+    new_function("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
+    new_function("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
+    new_function("tanh", torch.tanh, lambda x: 1 - call("tanh", x) ** 2),
+    new_function("abs", torch.abs, lambda x: call("sign", x)),
+    new_function("sign", torch.sign, lambda x: sympy.Integer(0)),
+    new_function("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b), 2),
+    new_function("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b), 2),
 )
 
 # Functions by their names in text forms and in generated Triton.

@@ -6,12 +6,15 @@ The programs are those of ``python -m benchmarks.trainers``, which measures thei
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.trainers.programs import PROGRAMS
 from benchmarks.trainers.task import Sizes, Task
+from tests.support.pages import EXTENDING, code_under
 
 pytestmark = [
     # transformers' own, of an argument that TRL gives it
@@ -50,6 +53,14 @@ def trained(name: str, backend: str) -> Task:
     with task.watch:
         PROGRAMS[name].load()(task)
     return task
+
+
+def test_the_trainer_of_the_page(monkeypatch):
+    scope: dict[str, Any] = {}
+    exec(code_under(EXTENDING, "A trainer in the table")[0], scope)
+    program = SimpleNamespace(load=lambda: scope["focal"])
+    monkeypatch.setitem(PROGRAMS, "focal loss", program)
+    test_a_loss_outside_of_the_model("focal loss")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -82,7 +82,7 @@ def test_many_rows_of_one_class_do_not_overflow_fp16(device, plan):
 @pytest.mark.parametrize(
     ("outputs", "transform"),
     [
-        (("pick",), "sinh(0.25*exp(0.25*z))"),  # slopes of hundreds, which no table bounds
+        (("pick",), "exp(0.25*exp(0.25*z))"),  # slopes of hundreds, which no table bounds
         (("pick",), "given0*z"),  # factors of hundreds
         (("pick",), "given0**2*tanh(z)"),
     ],

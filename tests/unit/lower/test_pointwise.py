@@ -22,7 +22,6 @@ ARGUMENTS = {
     **{key: [*NUMBER, ((-3,), {"alpha": 2})] for key in ("add", "sub", "rsub")},
     **dict.fromkeys(("mul", "div"), NUMBER),
     "pow": [((e,), {}) for e in (1, 2, 3.0, -2, 0.5, -0.5, 1.5, 0.3)],
-    "softplus": [((), {}), ((2.0,), {}), ((), {"beta": 0.5, "threshold": 1.0})],
     **{
         key: [
             ((-1, 1.5), {}),
@@ -34,14 +33,6 @@ ARGUMENTS = {
         for key in ("clamp",)
     },
     **{key: [((1,), {})] for key in ("clamp_min", "clamp_max")},
-    "leaky_relu": [((), {}), ((0.2,), {}), ((), {"negative_slope": -0.5})],
-    "elu": [((), {}), ((0.5,), {})],
-    "celu": [((), {}), ((2.0,), {})],
-    "gelu": [((), {}), ((), {"approximate": "tanh"})],
-    "hardtanh": [((), {}), ((-3, 5.0), {})],
-    "hardshrink": [((), {}), ((1.0,), {})],
-    "softshrink": [((), {}), ((1.0,), {})],
-    "threshold": [((0.5, 20.0), {}), ((0.0, -1.0), {})],
 }
 
 # Zero, the corners of every row, tiny, large, where f32 and f64 exponentials end, infinities, nan.
@@ -106,12 +97,12 @@ def with_slope(function, z):
     return out.detach(), slope
 
 
-def assert_same(function, expr, z, slope_rtol=1e-12):
+def assert_same(function, expr, z):
     """Value and slope in float64 against autograd."""
     value, slope = with_slope(function, z)
     close = {"atol": 1e-15, "equal_nan": True}
     torch.testing.assert_close(evaluate(expr, z), value, rtol=1e-12, **close)
-    torch.testing.assert_close(evaluate(derivative(expr), z), slope, rtol=slope_rtol, **close)
+    torch.testing.assert_close(evaluate(derivative(expr), z), slope, rtol=1e-12, **close)
 
 
 def assert_same_f32(function, expr, z):
@@ -128,12 +119,10 @@ def assert_same_f32(function, expr, z):
 def test_a_call(call):
     """Its value and slope in float64 and in f32, its text, and that nan stays nan."""
     points, expr = POINTS[~POINTS.isnan()], expression_of(call)
-    if name_of(call[0]) in ("hardswish", "pow"):
-        # PyTorch has nan for hardswish(-inf), inf for (-inf)**1.5, -inf for the slope of (-0.0)**-0.5
+    if name_of(call[0]) == "pow":
+        # PyTorch has inf for (-inf)**1.5, -inf for the slope of (-0.0)**-0.5
         points = points[(points > -math.inf) & ~((points == 0) & points.signbit())]
-    # PyTorch's slope of hardsigmoid is the f32 that is next to 1/6
-    slope_rtol = 1e-7 if name_of(call[0]) == "hardsigmoid" else 1e-12
-    assert_same(lambda z: called(call, z), expr, points, slope_rtol)
+    assert_same(lambda z: called(call, z), expr, points)
     assert_same_f32(lambda z: called(call, z), expr, torch.linspace(-12, 12, 1001))
     nan = torch.tensor([math.nan])
     torch.testing.assert_close(
@@ -148,14 +137,9 @@ def test_a_call(call):
     [
         ((A.clamp.default, (Z, -5, 5.0), {}), "minimum(maximum(z,-5),5)"),
         ((A.rsub.Scalar, (Z, 1), {"alpha": 2}), "1-2*z"),
-        ((A.pow.Scalar, (2, Z), {}), "exp2(z)"),
         ((A.pow.Tensor_Scalar, (Z, 0.5), {}), "sqrt(z)"),
         ((A.mul.Tensor, (Z, Z), {}), "z**2"),
-        ((A.log_sigmoid.default, (Z,), {}), "-softplus(-z)"),
         ((A.relu.default, (Z,), {}), "where(z<=0,0,z)"),
-        ((A.gelu.default, (Z,), {}), "0.5*(z*(erf(0.7071067811865476*z)+1))"),
-        ((A.leaky_relu.default, (Z, 0.2), {}), "where(z>0,z,0.2*z)"),
-        ((A.softplus.default, (Z,), {}), "where(z>20,z,softplus(z))"),
         ((A.div.Tensor_mode, (Z, 4), {"rounding_mode": None}), "0.25*z"),
     ],
     ids=lambda value: _id(value) if isinstance(value, tuple) else "",
@@ -176,15 +160,13 @@ CHAINS = {
     "log of sigmoid": [
         *((A.sigmoid.default, (Z,), {}), (A.add.Tensor, (Z, 1e-6), {}), (A.log.default, (Z,), {})),
     ],
+    "bounded": [
+        *((A.clamp.default, (Z, -4, 2), {}), (A.sigmoid.default, (Z,), {})),
+        *((A.abs.default, (Z,), {}), (A.sqrt.default, (Z,), {})),
+    ],
     "square of a relu": [
         *((A.sub.Tensor, (Z, 1), {"alpha": 2}), (A.relu.default, (Z,), {})),
         (A.square.default, (Z,), {}),
-    ],
-    "root of a softplus": [(A.softplus.default, (Z, 2.0), {}), (A.sqrt.default, (Z,), {})],
-    "arsinh as a logarithm": [(A.div.Tensor, (Z, 2), {}), (A.asinh.default, (Z,), {})],
-    "bounded activation": [
-        *((A.silu.default, (Z,), {}), (A.elu.default, (Z, 0.5), {})),
-        *((A.hardtanh.default, (Z, -0.2, 4), {}), (A.gelu.default, (Z,), {"approximate": "tanh"})),
     ],
 }
 
@@ -229,9 +211,7 @@ def test_chains(name):
         ((A.add.Tensor, (Z, math.inf), {}), "finite constants, got inf"),
         ((A.pow.Tensor_Tensor, (Z, Z), {}), "exponent= is not a number"),
         ((A.pow.Tensor_Scalar, (Z, 65), {}), "exponents beyond 64 are not fused"),
-        ((A.pow.Scalar, (0, Z), {}), "its base has to be positive, got 0"),
-        ((A.softplus.default, (Z, 0), {}), "beta=0 divides by zero"),
-        ((A.celu.default, (Z, 0.0), {}), "alpha=0 divides by zero"),
+        ((A.pow.Scalar, (2, Z), {}), "exponent= is not a number"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
