@@ -28,7 +28,7 @@ from tests.fuzz.small import small
 from tests.fuzz.writer import Writer
 from tests.programs.operands import Sizes
 from tests.programs.row import BF16, F16, F64, RAISES, Row
-from tests.support.oracle import WAYS, Way, outcome
+from tests.support.oracle import FINITE, WAYS, Way, outcome
 
 SIZES = (
     *(Sizes(b=2, t=5, d=6, v=13),) * 6,
@@ -146,6 +146,8 @@ def judge(drawn: Drawn) -> tuple[str, str]:
         return "ok", ""  # deferred logits say that what they read was written to
     if "functions of these logits were computed without them" in found.wrong:
         return "ok", ""  # and that gradients do not pass them
+    if all(FINITE in one for one in found.wrong.split("; ")):
+        return "ok", ""  # a formula has the limit of p log p where p is 0
     if found.wrong:
         options = {**drawn.way.options, "fusedce.enabled": False}
         for inner in _ALONE.get(drawn.way.inner, (drawn.way.inner,)):
