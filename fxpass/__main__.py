@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of autocast (parameters are float32); float16 uses a GradScaler; 16 bits are very "
-        "slow on a CPU without native support, see fxpass doctor (default: float32; bfloat16 on a "
+        "slow on a CPU without native support (default: float32; bfloat16 on a "
         "GPU with native support)",
     )
     every = ("eager", "inductor", "fusedce")

@@ -1,10 +1,4 @@
-"""``fxpass doctor``: reports the machine, the settings, and problems with their remedies.
-
-Where torch knows several GPUs, its advice is about the one that a script uses by default::
-
-    >>> bf16("sm_75")
-    ('bf16 emulated', 'train in float16 there, with torch.amp.GradScaler')
-"""
+"""``fxpass doctor``: reports the machine, the settings, and problems with their remedies."""
 
 from __future__ import annotations
 
@@ -13,7 +7,6 @@ import platform
 import re
 import shutil
 import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +17,6 @@ import torch
 from fxpass.plan.devices import implementation_for, target_of
 from fxpass.settings import TABLE, Settings
 
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 
@@ -52,14 +44,11 @@ class Device(NamedTuple):
     name: str
     arch: str  # ``sm_86``, ``gfx942``, or the vector instructions of a CPU
 
-    def __str__(self) -> str:
-        return f"{self.device} ({self.name})"
-
 
 def run() -> int:
     """Prints the report; returns 1 if there is a problem, else 0."""
-    devices, used, found = read_devices()
-    found += [*_of_torch(), *_of_bf16(devices[used], devices)]
+    devices, found = read_devices()
+    found += _of_torch()
     for kind in dict.fromkeys(d.device.type for d in devices):
         if kind in ("cpu", "cuda") and (lacking := inductor_problem(kind)):
             advice = "install what is missing, or set FUSEDCE_INNER=aot_eager, which needs none"
@@ -78,11 +67,7 @@ def run() -> int:
             ("torch", str(torch.__version__)),  # has the local part (+cu130); metadata may lack it
             *((name, _version(name)) for name in ("triton", "sympy", "fxpass")),
         ],
-        "devices": [
-            (str(d.device), d.name, d.arch, bf16(d.arch)[0], "used" if i == used else "")
-            for i, d in enumerate(devices)
-        ],
-        "devices hidden by": [(n, os.environ[n] or "(empty)") for n in HIDING if n in os.environ],
+        "devices": [(str(d.device), d.name, d.arch) for d in devices],
         "what Inductor needs": [
             (tool, tools[tool] or "not found", f"for {' and '.join(kinds)}")
             for tool, kinds, _ in NEEDED
@@ -132,36 +117,25 @@ def _release() -> tuple[int, int]:
 # ---------------------------------------------------------------- devices
 
 
-def read_devices() -> tuple[list[Device], int, list[Finding]]:
-    """The accelerators that torch finds, in torch's order, and the CPU; the index of the device of
-    a script that does not choose one; and what is wrong with them.
+def read_devices() -> tuple[list[Device], list[Finding]]:
+    """The accelerators that torch finds, in torch's order, and the CPU; and what is wrong with
+    them.
 
     Starts the accelerator's driver if there is one.
     """
     devices: list[Device] = []
     found: list[Finding] = []
-    used = 0
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            if accelerator is not None:
-                count = torch.accelerator.device_count()
-                devices += [_read(torch.device(accelerator.type, i)) for i in range(count)]
-                used = torch.accelerator.current_device_index()
-        # a broken driver raises various types, and the report has to show its error
-        except Exception as error:
-            text = f"torch cannot start the accelerator: {type(error).__name__}: {_line(error)}"
-            advice = "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU"
-            found.append(Finding("problem", text, advice))
-    for warning in said:  # such as of a GPU without code
-        advice = "install a torch for this machine: https://pytorch.org/get-started/locally/"
-        found.append(Finding("warning", f"torch warns: {_line(warning.message)}", advice))
-    hiding = [f"{name}={os.environ[name]}" for name in HIDING if name in os.environ]
-    if (torch.version.cuda or torch.version.hip) and hiding and not (devices or found):
-        text = f"torch is built for GPUs and sees none: {'; '.join(hiding)}"
-        found.append(Finding("warning", text, "unset the variables that hide devices"))
-    return [*devices, _read(torch.device("cpu"))], used, found
+    try:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            count = torch.accelerator.device_count()
+            devices += [_read(torch.device(accelerator.type, i)) for i in range(count)]
+    # a broken driver raises various types, and the report has to show its error
+    except Exception as error:
+        text = f"torch cannot start the accelerator: {type(error).__name__}: {_line(error)}"
+        advice = "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        found.append(Finding("problem", text, advice))
+    return [*devices, _read(torch.device("cpu"))], found
 
 
 def _read(device: torch.device) -> Device:
@@ -176,40 +150,6 @@ def _read(device: torch.device) -> Device:
 
 def _line(message: object) -> str:
     return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
-
-
-def bf16(arch: str) -> tuple[str, str]:
-    """Whether an NVIDIA GPU has bf16, and advice; both empty for other devices.
-
-    The same as ``torch.cuda.is_bf16_supported(including_emulation=False)``, which answers for the
-    current device only.
-    """
-    if not arch.startswith("sm_"):
-        return "", ""
-    capability = int(arch.removeprefix("sm_"))
-    if capability >= 80:
-        return "bf16 native", ""
-    if capability >= 70:
-        return "bf16 emulated", "train in float16 there, with torch.amp.GradScaler"
-    advice = "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70"
-    return "bf16 emulated", advice  # without tensor cores
-
-
-def _of_bf16(used: Device, devices: Sequence[Device]) -> Iterator[Finding]:
-    native = next((d for d in devices if bf16(d.arch)[0] == "bf16 native"), None)
-    if native is not None and bf16(used.arch)[0] == "bf16 emulated":
-        yield Finding(
-            "warning",
-            f"{used} is the default and emulates bf16; {native} does not",
-            f"call torch.cuda.set_device({native.device.index}) first, or let CUDA_VISIBLE_DEVICES "
-            "name it alone; with CUDA_DEVICE_ORDER=PCI_BUS_ID the numbers there are those of "
-            "nvidia-smi",
-        )
-    for advice in dict.fromkeys(bf16(d.arch)[1] for d in devices):
-        names = ", ".join(str(d) for d in devices if bf16(d.arch)[1] == advice)
-        text = f"bf16 is emulated on {names}, though torch.cuda.is_bf16_supported() is True"
-        if advice:
-            yield Finding("warning", text, advice)
 
 
 # ---------------------------------------------------------------- compilers

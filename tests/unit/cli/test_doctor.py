@@ -6,19 +6,15 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from fxpass.cli import doctor
-from fxpass.cli.doctor import HIDING
-from tests.support.gpus import A100, MI300, T4, V100, Card, Gpus
+from tests.support.gpus import A100, MI300, T4, Card, Gpus
 
 ROOT = Path(__file__).parents[3]
-TOLD = "though torch.cuda.is_bf16_supported() is True"
-P40 = Card("P40", 6, 1)
 TOOLS = {
     "C++ compiler": "g++",
     "C compiler": "/usr/bin/gcc",
@@ -32,8 +28,7 @@ def _sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with all tools, and nothing in its environment."""
     monkeypatch.setattr(doctor, "read_compilers", lambda: TOOLS)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for name in (*HIDING, "FUSEDCE_INNER"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("FUSEDCE_INNER", raising=False)
 
 
 @pytest.fixture
@@ -56,71 +51,21 @@ def test_two_unlike_gpus(gpus: Gpus, report) -> None:
     gpus.have(T4, A100)
     text, findings = report()
     devices = text[text.index("devices\n") : text.index("  cpu  ", text.index("devices\n"))]
-    assert devices == (
-        "devices\n"
-        "  cuda:0  Tesla T4     sm_75   bf16 emulated  used\n"
-        "  cuda:1  NVIDIA A100  sm_80   bf16 native\n"
-    )
-    assert f"```\n{devices}\n{findings}\n```\n" in (ROOT / "fxpass/cli/README.md").read_text()
+    assert devices == "devices\n  cuda:0  Tesla T4     sm_75\n  cuda:1  NVIDIA A100  sm_80\n"
     assert "  cuda:1  bfloat16  triton  generated Triton kernels\n" in text
     assert "  C++ compiler  g++                    for cpu\n" in text
-
-
-def test_no_gpu(gpus: Gpus, report, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus.have()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    text, findings = report()
-    assert "devices hidden by\n  CUDA_VISIBLE_DEVICES  (empty)\n" in text
-    assert findings == (
-        "warning: torch is built for GPUs and sees none: CUDA_VISIBLE_DEVICES=\n"
-        "  do: unset the variables that hide devices"
-    )
-
-
-EMULATES = f"warning: bf16 is emulated on cuda:0 (Tesla T4), {TOLD}\n  do: train in float16 there"
-OTHERS: list[tuple[tuple[Card, ...], int, list[str]]] = [
-    ((T4, A100), 0, ["warning: cuda:0 (Tesla T4) is the default and emulates bf16; cuda:1", EMULATES]),
-    ((T4, A100), 1, [EMULATES]),
-    ((T4,), 0, [EMULATES]),
-    ((A100,), 0, []),
-    (
-        (A100, T4, V100, P40),
-        0,
-        [
-            f"warning: bf16 is emulated on cuda:1 (Tesla T4), cuda:2 (Tesla V100), {TOLD}",
-            f"warning: bf16 is emulated on cuda:3 (P40), {TOLD}\n  do: stay with float32 there",
-        ],
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("cards", "current", "found"), OTHERS)
-def test_gpus_without_bf16(cards, current, found, gpus: Gpus, report) -> None:
-    gpus.have(*cards)
-    gpus.current = current
-    _, findings = report()
-    given = findings.split("\nwarning")
-    assert len(given) == max(1, len(found))
-    assert all(text in findings for text in found or ["no problems found"])
+    assert findings == "no problems found"
 
 
 def test_a_hip_device(gpus: Gpus, report) -> None:
     gpus.have(MI300, hip="6.4")
     text, findings = report()
-    assert re.search(r"cuda:0 +MI300X +gfx942 +used", text)
+    assert re.search(r"cuda:0 +MI300X +gfx942", text)
     assert findings == "no problems found"
 
 
-@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
-def test_bf16_is_what_torch_says(capability: tuple[int, int], gpus: Gpus) -> None:
-    gpus.have(Card("a card", *capability))
-    native = doctor.bf16(doctor.read_devices()[0][0].arch)[0] == "bf16 native"
-    assert native == torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def test_a_driver_that_fails_or_warns(report, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails(report, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(check_available: bool) -> None:
-        warnings.warn("The NVIDIA driver on your system is too old\n  more", stacklevel=1)
         raise RuntimeError("CUDA unknown error\n  much more of it")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", broken)
@@ -129,7 +74,6 @@ def test_a_driver_that_fails_or_warns(report, monkeypatch: pytest.MonkeyPatch) -
     assert findings.splitlines()[::2] == [
         "problem: torch cannot start the accelerator: RuntimeError: CUDA unknown error",
         "problem: FUSEDCE_LOGITS='nonsense' is not allowed; use auto, defer, keep, drop",
-        "warning: torch warns: The NVIDIA driver on your system is too old",
     ]
 
 
@@ -208,12 +152,8 @@ def test_doctor_as_a_user_runs_it() -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k not in HIDING},
         timeout=300,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert f"torch   {torch.__version__}\n" in ran.stdout
     assert "FUSEDCE_MIXED_DTYPES" in ran.stdout
-    (used,) = (line for line in ran.stdout.splitlines() if line.endswith("  used"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    assert used.split()[0] == (f"{accelerator}:0" if accelerator else "cpu")
