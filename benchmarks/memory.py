@@ -21,8 +21,8 @@ import torch
 from benchmarks.loss.heads import HEADS, ROWS
 from benchmarks.loss.picture import STYLE
 from benchmarks.loss.table import MIB
+from fxpass.formula.reductions import Reductions
 from fxpass.plan.plan import plan
-from fxpass.spec.reductions import Reductions
 
 LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
 # A browser shows the picture on white or on black: grey can be read on both.

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from fxpass.formula import expression
+from fxpass.formula.shards import dealt
 from fxpass.functional import compiled_alone
 from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
 from fxpass.op.collectives import with_summed_gradient
 from fxpass.rows.vocabulary import local, vocabulary_loss
 from fxpass.settings import Settings
-from fxpass.spec import expression
-from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -2,5 +2,5 @@
 
 ``reductions`` runs a call; ``chunks`` and ``tiles`` loop over parts of the logits; ``products``
 multiplies for loops of any function of rows. The arithmetic of reductions is in ``row_sums`` and
-``slopes``. Imports ``spec`` and ``plan``.
+``slopes``. Imports ``formula`` and ``plan``.
 """

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fxpass.aten.chunks import Chunks, over_chunks, place
 from fxpass.aten.gemm import joined, part_of, slices, split_bias
+from fxpass.formula.dtypes import compute_dtype, gradient_dtype
+from fxpass.formula.operands import Operands
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Operands
 
 # Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor
 # ``[few, 1]`` by which the gradient has still to be multiplied, or None for all rows. It has to be

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.gemm import RowReader, add_product, linear, part_of, slices
-from fxpass.spec.dtypes import compute_dtype
+from fxpass.formula.dtypes import compute_dtype
 
 # Some rows, and their logits ``[rows, V]``, which are overwritten with their gradient -> the factor
 # ``[rows, 1]`` by which it has still to be multiplied, or None.

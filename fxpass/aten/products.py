@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.gemm import add_product, linear, part_of, slices
-from fxpass.spec.dtypes import compute_dtype
+from fxpass.formula.dtypes import compute_dtype
 
 
 class Scratch:

@@ -1,6 +1,6 @@
 """Reductions of the logits' rows in ATen, and their gradients.
 
-In: :class:`Operands` and :class:`fxpass.spec.reductions.Reductions`. Out: the outputs of every row,
+In: :class:`Operands` and :class:`fxpass.formula.reductions.Reductions`. Out: outputs of every row,
 or the gradients of the operands for incoming gradients of the outputs. The plan says which of the
 logits exist at a time: those of some rows (:mod:`fxpass.aten.blocks`), a tile of some rows and
 some classes, or all of them in the memory of the weight's gradient (:mod:`fxpass.aten.tiles`). The
@@ -18,11 +18,11 @@ from fxpass.aten.blocks import over_blocks
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.operands import Operands, Outputs, empty
+from fxpass.formula.outputs import of_one_softmax
+from fxpass.formula.reductions import Reductions
 from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import of_one_softmax
-from fxpass.spec.reductions import Reductions
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:

@@ -1,9 +1,9 @@
 """The reductions of some rows of logits, from tiles of their classes.
 
 In: tiles of transformed logits ``[rows, classes]``. Out: the outputs of these rows. The raw sums of
-:mod:`fxpass.spec.reductions` are accumulated under the largest logit so far; a tile with a larger
-one changes those before it. Logits that all are in one tile need no change. A number of each row is
-a column ``[rows, 1]``: beside a tile it needs no view.
+:mod:`fxpass.formula.reductions` are accumulated under the largest logit so far; a tile with larger
+ones changes those before it. Logits that all are in one tile need no change. A row's number is a
+column ``[rows, 1]``: beside a tile it needs no view.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import joined, part_of
 from fxpass.aten.largest import larger, largest
-from fxpass.spec.operands import Operands, Outputs
-from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
-from fxpass.spec.reductions import Reductions, normalised, shifted
+from fxpass.formula.operands import Operands, Outputs
+from fxpass.formula.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
+from fxpass.formula.reductions import Reductions, normalised, shifted
 
 LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
 # In the place of outputs that a call does not have.

@@ -14,11 +14,11 @@ from torch import Tensor
 from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import is_dense
-from fxpass.spec import expression
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Output, lines_of, of_one_softmax
-from fxpass.spec.reductions import Reductions
-from fxpass.spec.terms import Terms
+from fxpass.formula import expression
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import LEAST_LOG, OF_PICKS, Output, lines_of, of_one_softmax
+from fxpass.formula.reductions import Reductions
+from fxpass.formula.terms import Terms
 
 # Times a factor that products with x may make a denormal number, this is 0 in f32.
 _SMALL = 2.0**-49
@@ -34,7 +34,7 @@ class Slope(Terms):
         few: the rows.
         outputs: those that have an incoming gradient.
         incoming: the incoming gradients, a column each, K for picks ``[N, K]``.
-        sums: those of :func:`fxpass.spec.reductions.for_slopes`.
+        sums: those of :func:`fxpass.formula.reductions.for_slopes`.
         dense: whether all incoming gradients are known to differ from 0.
 
     Attributes:

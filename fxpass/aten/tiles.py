@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.gemm import RowReader, add_product, linear, slices, split_bias
+from fxpass.formula.dtypes import compute_dtype, gradient_dtype
+from fxpass.formula.operands import Operands
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Operands
 
 # A function of a tile: its rows, its classes, and its logits, which the function may overwrite. It
 # has to leave their gradient in their place where a gradient is asked for.

@@ -21,8 +21,8 @@ from torch.fx import Graph, GraphModule
 
 from fxpass.casts import casts, rules
 from fxpass.casts.casts import Cast, cast_aot_graph
+from fxpass.formula import dtypes
 from fxpass.graph import autocast
-from fxpass.spec import dtypes
 
 Record = Callable[[list[Cast]], None]
 

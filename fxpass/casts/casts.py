@@ -23,10 +23,10 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
 from fxpass.casts.rules import Rule, rule_of
+from fxpass.formula.dtypes import LOW_PRECISION, short
 from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
-from fxpass.spec.dtypes import LOW_PRECISION, short
 
 log = logging.getLogger(__name__)
 

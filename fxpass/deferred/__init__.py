@@ -1,5 +1,5 @@
 """Returned logits as a tensor that is computed on first use, with correct values or an error.
 
 If an input of the logits was changed before their first use, the use raises an error. Imports
-``spec``, ``op``, ``graph`` and ``match``.
+``formula``, ``op``, ``graph``, ``region`` and ``rows``.
 """

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.deferred.inputs import RecordedInput, quiet
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.rows.tags import Stop
-from fxpass.spec.dtypes import compute_dtype
 
 PART = 2**26  # bytes of the logits of which gradients are computed at a time
 LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end

@@ -36,8 +36,8 @@ from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
 from fxpass.deferred.values import BufferView, Deferred, memory_of
 from fxpass.deferred.watch import because
+from fxpass.formula.dtypes import short
 from fxpass.rows.tags import Stop
-from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpass.deferred.run import Run
+from fxpass.formula.dtypes import short
 from fxpass.graph.source import calling_line, warn_once
-from fxpass.spec.dtypes import short
 
 log = logging.getLogger(__name__)
 

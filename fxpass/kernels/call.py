@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import torch
 
+from fxpass.formula import expression
+from fxpass.formula.operands import Operands
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import render
 from fxpass.kernels.render import Features, Kernel
 from fxpass.plan.devices import implementation_for, properties_of, target_of
 from fxpass.plan.plan import padded
-from fxpass.spec import expression
-from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import Reductions
 
 
 class Gpu(NamedTuple):

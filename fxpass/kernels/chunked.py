@@ -31,12 +31,12 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
+from fxpass.formula.dtypes import gradient_dtype
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import PRODUCTS
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels.render import Kernel
 from fxpass.plan.plan import UPCAST_CLASSES, Plan
-from fxpass.spec.dtypes import gradient_dtype
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import PRODUCTS
-from fxpass.spec.reductions import Reductions
 
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
 _F32_BYTES = 32 << 20

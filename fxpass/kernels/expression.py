@@ -17,9 +17,9 @@ from typing import Any
 import sympy
 from sympy import Expr
 
-from fxpass.spec import expression
-from fxpass.spec.expression import ATOM, PRODUCT, SUM, Printer, Z, given_in
-from fxpass.spec.functions import Where
+from fxpass.formula import expression
+from fxpass.formula.expression import ATOM, PRODUCT, SUM, Printer, Z, given_in
+from fxpass.formula.functions import Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -110,7 +110,7 @@ def function(name: str, *values: Expr) -> str:
     return "\n".join(["@triton.jit", define, *(f"    {line}" for line in lines)])
 
 
-# The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
+# The functions of :mod:`fxpass.formula.functions` that ``tl`` has.
 _BUILT_IN = ("where", "exp", "log", "abs")
 
 

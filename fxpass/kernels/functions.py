@@ -1,5 +1,5 @@
-"""The functions of :mod:`fxpass.spec.functions` that ``tl`` does not have, in Triton, in f32; and
-what the template of the kernels calls.
+"""The functions of :mod:`fxpass.formula.functions` that ``tl`` does not have, in Triton, in f32;
+and what the template of the kernels calls.
 
 Every generated module has those of them that its kernel calls. They call each other and functions
 of ``tl``, but not libdevice, which does not run in Triton's interpreter. Errors are given in units

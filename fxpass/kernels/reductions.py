@@ -26,6 +26,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fxpass.formula.operands import Operands, Outputs, empty
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import call, render
 from fxpass.kernels.chunked import (
     Gradients,
@@ -39,8 +41,6 @@ from fxpass.kernels.chunked import (
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, padded
-from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.reductions import Reductions
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:

@@ -1,8 +1,8 @@
 """Renders the Triton kernels of class reductions from ``templates/reductions.py.jinja``.
 
-In: :class:`fxpass.spec.reductions.Reductions` and the optional operands that are present. Out:
+In: :class:`fxpass.formula.reductions.Reductions` and the optional operands that are present. Out:
 :class:`Kernel`, a name and a whole Python module, for the outputs, for their gradient, or for both.
-The algebra comes from :mod:`fxpass.spec.reductions`, whose functions get symbols in place of
+The algebra comes from :mod:`fxpass.formula.reductions`, whose functions get symbols in place of
 numbers::
 
     >>> entropy = Reductions(("pick", Moment(1, 1)), gradients=("x",))
@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import sympy
 from sympy import Symbol
 
+from fxpass.formula.expression import Z, given_in
+from fxpass.formula.outputs import LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
+from fxpass.formula.reductions import Reductions, normalised, raw, shifted
+from fxpass.formula.terms import Terms
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import Z, given_in
-from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
-from fxpass.spec.reductions import Reductions, normalised, raw, shifted
-from fxpass.spec.terms import Terms
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
 # smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes

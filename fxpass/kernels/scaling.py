@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.formula.expression import Z, evaluate, given_in
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Output, lines_of
 from fxpass.kernels.expression import largest, unit_slope
-from fxpass.spec.expression import Z, evaluate, given_in
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Output, lines_of
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0

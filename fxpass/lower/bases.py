@@ -13,6 +13,7 @@ from typing import Any, cast
 import sympy
 from sympy import Expr, Symbol
 
+from fxpass.formula.expression import Z
 from fxpass.lower.records import (
     OF_CLASS,
     Base,
@@ -24,7 +25,6 @@ from fxpass.lower.records import (
     symbols_of,
 )
 from fxpass.lower.tables import Tables
-from fxpass.spec.expression import Z
 
 
 def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:

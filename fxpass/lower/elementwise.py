@@ -13,6 +13,8 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxpass.formula.dtypes import held, short
+from fxpass.formula.functions import exact
 from fxpass.lower.bases import in_logs, softmax_base_of
 from fxpass.lower.pointwise import ALGEBRA, MASKS, OF_ROWS, POINTWISE, check_size
 from fxpass.lower.reading import (
@@ -37,8 +39,6 @@ from fxpass.lower.records import (
     symbols_of,
 )
 from fxpass.lower.sums import summed
-from fxpass.spec.dtypes import held, short
-from fxpass.spec.functions import exact
 
 
 def _same(found: Reading, node: Node) -> Classes:

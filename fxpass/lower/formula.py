@@ -19,6 +19,9 @@ import torch
 from sympy import Expr, Symbol
 from torch.fx import Graph, Node
 
+from fxpass.formula import expression
+from fxpass.formula.expression import Z
+from fxpass.formula.outputs import Output, is_index
 from fxpass.lower.reader import read
 from fxpass.lower.reading import Reading, name_of, sizes_of
 from fxpass.lower.records import (
@@ -35,9 +38,6 @@ from fxpass.lower.slopes import coefficients
 from fxpass.lower.tables import Tables
 from fxpass.region.run import values_of
 from fxpass.region.text import results_of
-from fxpass.spec import expression
-from fxpass.spec.expression import Z
-from fxpass.spec.outputs import Output, is_index
 
 
 @dataclass(frozen=True)

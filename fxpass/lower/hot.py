@@ -16,6 +16,7 @@ import torch
 from sympy import Expr
 from torch.fx import Node
 
+from fxpass.formula.functions import Where
 from fxpass.lower.reading import (
     Reading,
     alike,
@@ -35,7 +36,6 @@ from fxpass.lower.records import (
     has_classes,
     symbols_of,
 )
-from fxpass.spec.functions import Where
 
 
 def is_hot(node: Node, logits: Node) -> bool:

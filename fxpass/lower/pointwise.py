@@ -21,10 +21,10 @@ from typing import Any
 import sympy
 from sympy import Expr
 
+from fxpass.formula.expression import Z
+from fxpass.formula.functions import Where, call, exact, where
 from fxpass.graph.nodes import REQUIRED
 from fxpass.lower.records import HotOperand, RowOperand
-from fxpass.spec.expression import Z
-from fxpass.spec.functions import Where, call, exact, where
 
 
 @dataclass(frozen=True)

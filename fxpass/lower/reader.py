@@ -1,7 +1,7 @@
 """Reads what a row function computes of one head's logits.
 
 In: a canonical ATen graph, whose first input is the logits ``[n, V]``. Out: its :class:`Reading`:
-rows as expressions of outputs of :mod:`fxpass.spec.reductions`. What reads rows alone is left to
+rows as expressions of outputs of :mod:`fxpass.formula.reductions`. What reads rows alone is left to
 the graph::
 
     %log = _log_softmax(%z, 1);  %a = gather(%log, 1, %c);  %b = exp(%a)
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
+from fxpass.formula.expression import Z
 from fxpass.lower.elementwise import VIEWS, expr_of, pointwise
 from fxpass.lower.hot import hot, is_hot
 from fxpass.lower.reading import (
@@ -25,7 +26,6 @@ from fxpass.lower.reading import (
 )
 from fxpass.lower.records import Classes
 from fxpass.lower.reduced import REDUCTIONS, of_pair, of_rows
-from fxpass.spec.expression import Z
 
 
 def read(graph: Graph) -> Reading:

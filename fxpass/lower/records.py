@@ -16,8 +16,8 @@ from typing import Any
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.spec.expression import Z
-from fxpass.spec.outputs import Moment, Output
+from fxpass.formula.expression import Z
+from fxpass.formula.outputs import Moment, Output
 
 
 class Operand(Symbol):

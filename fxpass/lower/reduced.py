@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpass.formula.dtypes import short
+from fxpass.formula.functions import exact
 from fxpass.lower.pointwise import exponential, logarithm
 from fxpass.lower.reading import (
     Reading,
@@ -27,8 +29,6 @@ from fxpass.lower.reading import (
 from fxpass.lower.records import Classes, RowValues, Unknown, symbols_of
 from fxpass.lower.sums import at, grows, highest, logsumexp, summed
 from fxpass.lower.tables import Tables
-from fxpass.spec.dtypes import short
-from fxpass.spec.functions import exact
 
 
 def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading, Node], RowValues]:

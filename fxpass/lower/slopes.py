@@ -17,6 +17,11 @@ from typing import Any
 import sympy
 from sympy import Expr, Symbol
 
+from fxpass.formula import expression
+from fxpass.formula.expression import Z
+from fxpass.formula.functions import Where
+from fxpass.formula.outputs import HIGHEST_POWER, TOTAL, Moment
+from fxpass.formula.reductions import for_slope
 from fxpass.lower.bases import in_logs
 from fxpass.lower.hot import factors, simplified, split_hot
 from fxpass.lower.pointwise import check_size
@@ -33,11 +38,6 @@ from fxpass.lower.records import (
 )
 from fxpass.lower.sums import at, expanded
 from fxpass.lower.tables import Tables
-from fxpass.spec import expression
-from fxpass.spec.expression import Z
-from fxpass.spec.functions import Where
-from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
-from fxpass.spec.reductions import for_slope
 
 Powers = dict[tuple[int, int, Symbol | None], Any]  # exp(a log) log**b w -> its factor of a row
 

@@ -15,6 +15,8 @@ import sympy
 from sympy import Expr, Symbol
 from torch.fx import Node
 
+from fxpass.formula.expression import Z
+from fxpass.formula.outputs import HIGHEST_POWER, TOTAL, Moment
 from fxpass.lower.bases import base_of, in_logs, in_one_log
 from fxpass.lower.hot import factors, simplified, split_hot
 from fxpass.lower.records import (
@@ -30,8 +32,6 @@ from fxpass.lower.records import (
 )
 from fxpass.lower.records import symbols_of as symbols
 from fxpass.lower.tables import Tables
-from fxpass.spec.expression import Z
-from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
 
 
 def logsumexp(tables: Tables, like: Classes) -> Expr:

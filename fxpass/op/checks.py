@@ -1,6 +1,6 @@
 """What operands of a head's reductions are refused for.
 
-In: operands and :class:`fxpass.spec.reductions.Reductions`. Raises where they do not fit together,
+In: operands and :class:`fxpass.formula.reductions.Reductions`. Raises if they do not fit together,
 with the shapes and dtypes that would fit. Each check runs at every call, on the host: what it needs
 of the spec alone is computed once for a spec.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import PRODUCTS, lines_of
-from fxpass.spec.reductions import Reductions
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import PRODUCTS, lines_of
+from fxpass.formula.reductions import Reductions
 
 NAME = "a head's reductions"
 

@@ -21,6 +21,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.operands import Operands, Outputs, empty
+from fxpass.formula.outputs import OF_PICKS, PRODUCTS, Output, lines_of
+from fxpass.formula.reductions import Reductions
 from fxpass.lower.formula import Formula, formula_of
 from fxpass.lower.records import Unknown
 from fxpass.op import run as of_head
@@ -29,10 +33,6 @@ from fxpass.op.known import KnownValues
 from fxpass.plan.choice import Choice
 from fxpass.region.loop import Loop
 from fxpass.region.split import Split
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import OF_PICKS, PRODUCTS, Output, lines_of
-from fxpass.spec.reductions import Reductions
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxpass.formula import expression
 from fxpass.lower.formula import resolved
 from fxpass.lower.reading import Reading
 from fxpass.lower.records import ClassOperand, RowOperand, SpreadOperand
 from fxpass.region.run import makes
-from fxpass.spec import expression
 
 
 class KnownValues:

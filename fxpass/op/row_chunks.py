@@ -33,6 +33,8 @@ from torch.utils._pytree import tree_map_only
 
 from fxpass.aten.gemm import multiplied, part_of, slices
 from fxpass.aten.products import Scratch, add_products, logits
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.operands import Operands
 from fxpass.op.formula import FormulaRun, Formulas, formulas_of
 from fxpass.op.ignored import WORTH_A_WAIT, WORTH_COPIES, index_of
 from fxpass.plan.devices import on_device
@@ -43,8 +45,6 @@ from fxpass.region.loop import Loop
 from fxpass.region.run import Interpreter, apart
 from fxpass.region.split import Group, HeadOperands, Split, narrowable, narrowed, split
 from fxpass.region.zeros import zeros
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands
 
 log = logging.getLogger(__name__)
 # What a loop with collectives is taken to keep of each class of a row, on each rank.

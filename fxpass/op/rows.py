@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fxpass.formula.dtypes import short
 from fxpass.kernels.call import Launch, gpu_for_listing, launches
 from fxpass.op.row_chunks import operands_of, planned_for, prepared, run
 from fxpass.plan.choice import Choice
 from fxpass.plan.regions import RegionPlan
 from fxpass.region.loop import Loop
 from fxpass.region.text import Input
-from fxpass.spec.dtypes import short
 
 NAME = "fxpass::rows"
 

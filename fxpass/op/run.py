@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
+from fxpass.formula.dtypes import compute_dtype, gradient_dtype
+from fxpass.formula.operands import Operands, Outputs, empty
+from fxpass.formula.outputs import lines_of
+from fxpass.formula.reductions import Reductions
 from fxpass.op.checks import check, check_picks
 from fxpass.plan.plan import Plan, plan
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import lines_of
-from fxpass.spec.reductions import Reductions
 
 
 def forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total, if there is one, in the dtypes of
-    :func:`fxpass.spec.dtypes.gradient_dtype`.
+    :func:`fxpass.formula.dtypes.gradient_dtype`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.

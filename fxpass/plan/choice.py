@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpass.formula.reductions import Reductions
 from fxpass.plan.plan import Plan, budget, plan, size
-from fxpass.spec.reductions import Reductions
 
 
 @dataclass(frozen=True)

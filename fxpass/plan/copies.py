@@ -17,10 +17,10 @@ from typing import Any
 
 import sympy
 
-from fxpass.spec import expression
-from fxpass.spec.expression import Z, given_in
-from fxpass.spec.outputs import TOTAL, Moment, Output, of_one_softmax
-from fxpass.spec.reductions import Reductions, raw
+from fxpass.formula import expression
+from fxpass.formula.expression import Z, given_in
+from fxpass.formula.outputs import TOTAL, Moment, Output, of_one_softmax
+from fxpass.formula.reductions import Reductions, raw
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,7 +63,7 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
 
 def _of_expression(expr: Any) -> int:
     """Copies of z that exist at once where an expression is evaluated, its operands and its result
-    included, by :meth:`fxpass.spec.operands.Operands.evaluate`."""
+    included, by :meth:`fxpass.formula.operands.Operands.evaluate`."""
     return len(given_in(expr)) + _copies(expr)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpass.spec.dtypes import compute_dtype, short
+from fxpass.formula.dtypes import compute_dtype, short
 
 # Values of oneDNN's limit (ONEDNN_MAX_CPU_ISA) that allow bf16 instructions.
 _HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")

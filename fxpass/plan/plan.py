@@ -32,10 +32,10 @@ from typing import NamedTuple
 
 import torch
 
+from fxpass.formula.dtypes import compute_dtype, gradient_dtype
+from fxpass.formula.reductions import Reductions
 from fxpass.plan import copies
 from fxpass.plan.devices import implementation_for, multiplied_in, properties_of
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.reductions import Reductions
 
 MIB = 1 << 20
 

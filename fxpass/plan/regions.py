@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.plan.plan import (
     CPU_TILE,
     FEW_BYTES,
@@ -28,7 +29,6 @@ from fxpass.plan.plan import (
     few_parts,
     rows_of_chunk,
 )
-from fxpass.spec.dtypes import compute_dtype
 
 
 class HeadSizes(NamedTuple):

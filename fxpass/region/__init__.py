@@ -1,4 +1,4 @@
 """A loop over rows as text, in parts, and as a function of a chunk of rows.
 
-Knows neither graphs of Dynamo nor operators. Imports ``spec``.
+Knows neither graphs of Dynamo nor operators. Imports ``formula``.
 """

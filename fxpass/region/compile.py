@@ -25,11 +25,11 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
+from fxpass.formula.dtypes import LOW_PRECISION
 from fxpass.region.run import Fakes, Interpreter, apart, values_of
 from fxpass.region.steps import Step, steps_of
 from fxpass.region.text import graph_of, is_on_ranks, results_of
 from fxpass.region.trace import EQUAL, traced
-from fxpass.spec.dtypes import LOW_PRECISION
 
 __all__ = ["RowFunction", "graph_of"]
 log = logging.getLogger(__name__)

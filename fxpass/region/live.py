@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from fxpass.formula.dtypes import LOW_PRECISION
 from fxpass.region.run import GraphValues, is_view, makes, values_of
 from fxpass.region.text import graph_of, results_of
-from fxpass.spec.dtypes import LOW_PRECISION
 
 __all__ = ["graph_of", "row_bytes"]
 

@@ -25,9 +25,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch.fx import Graph
 
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.region.run import values_of
 from fxpass.region.text import Input, graph_of, is_on_ranks, lines_of, results_of
-from fxpass.spec.dtypes import compute_dtype
 
 _HEAD = re.compile(
     r"rows rows=([0-9,]*) sums=([0-9,]*) wide=([0-9,]*) memory_mb=([0-9]+) compiled=([01])"
@@ -46,7 +46,7 @@ class Loop:
         wide: the results that are returned as they are computed: f32 for 16 bits.
         memory_mb: the user's budget in MiB; 0 is the default.
         compiled: whether Inductor compiles the function of rows; else it is interpreted.
-        accumulate: as of :class:`fxpass.spec.reductions.Reductions`.
+        accumulate: as of :class:`fxpass.formula.reductions.Reductions`.
     """
 
     rows: tuple[int, ...]

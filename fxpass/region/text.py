@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.spec.dtypes import short
+from fxpass.formula.dtypes import short
 
 _DTYPES = ["float64", "float32", "bfloat16", "float16"]
 _DTYPES += ["int64", "int32", "int16", "int8", "uint8", "bool"]

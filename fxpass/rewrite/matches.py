@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fxpass.formula.reductions import Reductions
+from fxpass.formula.words import words
 from fxpass.graph.nodes import hint
 from fxpass.plan.choice import Choice
-from fxpass.spec.reductions import Reductions
-from fxpass.spec.words import words
 
 # What becomes of logits that leave the graph.
 LEFT = {

@@ -25,9 +25,9 @@ import sympy
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import GraphModule
 
+from fxpass.formula import expression
 from fxpass.graph.text import graph_text
 from fxpass.rows.backend import Rewritten, RowsPass
-from fxpass.spec import expression
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _ONCE, _PARTS = (False, False, False), (True, False, False)
 _LARGEST, _FIRST = (False, True, False), (False, False, True)
 # what decides the graph and its values
-CODE = ("rows", "region", "lower", "spec", "op", "aten", "kernels", "plan")
+CODE = ("rows", "region", "lower", "formula", "op", "aten", "kernels", "plan")
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxpass.formula.dtypes import LOW_PRECISION
 from fxpass.op import rows as _rows  # noqa: F401  registers the operator
 from fxpass.region.loop import Loop
 from fxpass.rows.chunk import Chunk, Leaf
@@ -31,7 +32,6 @@ from fxpass.rows.rules import A, P, Rules
 from fxpass.rows.sizes import hint, is_tensor, keys, packet, shape, value
 from fxpass.rows.softmaxes import taken_apart
 from fxpass.rows.tangents import degrees
-from fxpass.spec.dtypes import LOW_PRECISION
 
 
 def emit(graph: Graph, found: Found, options: Mapping[str, Any]) -> list[Node]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from fxpass.formula.dtypes import held
 from fxpass.rows.sizes import is_one, is_tensor, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View, letter_of, others
-from fxpass.spec.dtypes import held
 
 A: Any = torch.ops.aten
 P: Any = torch.ops.prims

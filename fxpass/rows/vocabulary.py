@@ -18,11 +18,11 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.formula import expression
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.graph.placements import is_dtensor
 from fxpass.op.collectives import all_reduce, waited, with_summed_gradient
 from fxpass.rows.alike import marked_alike
-from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
 
 
 @torch.compiler.allow_in_graph

@@ -19,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import reductions
 from fxpass.lower.formula import formula_of
 from fxpass.op import ignored, row_chunks
@@ -30,9 +33,6 @@ from fxpass.rewrite.settled import programs, rows_pass, settled
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.gpus import T4, V100
 from tests.support.launches import Launches
 from tests.support.reduction_cases import case

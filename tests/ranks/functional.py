@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fxpass.distributed import linear_cross_entropy
-from fxpass.spec.shards import dealt
+from fxpass.formula.shards import dealt
 from tests.ranks.case import Case, Rank, Values, in_orders, same
 
 B, S, D = 2, 6, 5

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
+from fxpass.formula.shards import dealt
 from fxpass.op.collectives import with_summed_gradient
 from fxpass.rewrite.inner import compile_inner
 from fxpass.rows.backend import RowsPass
 from fxpass.rows.rules import VIEWS
 from fxpass.rows.sizes import numel, packet, shape, value
-from fxpass.spec.shards import dealt
 from tests.fuzz.small import small
 from tests.ranks import heads
 from tests.ranks.case import Case, Rank, Values, same, values_of

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from fxpass.formula.operands import Operands
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import reductions
 from fxpass.plan.plan import plan
-from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
 from tests.support.driver import Driver
 from tests.support.gpus import H100

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpass.formula.operands import Operands, Outputs
+from fxpass.formula.outputs import Output, lines_of
+from fxpass.formula.reductions import Reductions
 from fxpass.op import run
-from fxpass.spec.operands import Operands, Outputs
-from fxpass.spec.outputs import Output, lines_of
-from fxpass.spec.reductions import Reductions
 from tests.support.specs import spec_of
 
 

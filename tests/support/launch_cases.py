@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from fxpass.formula.operands import Operands, empty
+from fxpass.formula.outputs import OF_PICKS, TRAINED, lines_of
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import call, reductions
 from fxpass.plan.plan import Plan
-from fxpass.spec.operands import Operands, empty
-from fxpass.spec.outputs import OF_PICKS, TRAINED, lines_of
-from fxpass.spec.reductions import Reductions
 from tests.support.driver import Driver, Launched
 from tests.support.gpus import A100, H200, MI300, T4, Card
 from tests.support.specs import spec_of

@@ -14,8 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fxpass
+from fxpass.formula.reductions import Reductions
 from fxpass.rewrite.matches import RegionMatch
-from fxpass.spec.reductions import Reductions
 from tests.support.numerics import assert_as_accurate
 
 B, S, D, V = 2, 4, 6, 10

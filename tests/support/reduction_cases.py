@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.aten import blocks, tiles
+from fxpass.formula import expression
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output
+from fxpass.formula.reductions import Reductions
 from fxpass.op import run
 from fxpass.plan.plan import Plan
-from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output
-from fxpass.spec.reductions import Reductions
 from tests.support.engine import reduced
 from tests.support.numerics import ORDERS, assert_as_accurate, assert_close
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fxpass.spec.expression import Z, parse
-from fxpass.spec.outputs import Moment, Output
-from fxpass.spec.reductions import Reductions
+from fxpass.formula.expression import Z, parse
+from fxpass.formula.outputs import Moment, Output
+from fxpass.formula.reductions import Reductions
 
 
 def spec_of(text: str) -> Reductions:

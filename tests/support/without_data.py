@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpass.spec.operands import Operands
+from fxpass.formula.operands import Operands
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -6,11 +6,11 @@ import inspect
 
 import torch
 
+from fxpass.formula.expression import parse
+from fxpass.formula.functions import FUNCTIONS
 from fxpass.kernels import expression
 from fxpass.lower.pointwise import POINTWISE
 from fxpass.rows import rules
-from fxpass.spec.expression import parse
-from fxpass.spec.functions import FUNCTIONS
 from tests.programs.row import FORMULA, NOTHING, REGION, Row
 from tests.support.oracle import FIRST, outcome
 from tests.support.pages import EXTENDING, as_module, code_under

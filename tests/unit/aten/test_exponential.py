@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from fxpass.aten import row_sums, slopes
 from fxpass.aten.exponential import exponential
+from fxpass.formula.expression import parse
+from fxpass.formula.operands import Operands
+from fxpass.formula.reductions import Reductions
 from fxpass.op import run
-from fxpass.spec.expression import parse
-from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import Reductions
 from tests.support.specs import outputs_of
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fxpass.aten import blocks, reductions, tiles
 from fxpass.aten.reductions import Operands
+from fxpass.formula import expression
+from fxpass.formula.outputs import OF_PICKS, Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.plan import plan as plans
 from fxpass.plan.plan import MIB, Plan, plan
-from fxpass.spec import expression
-from fxpass.spec.outputs import OF_PICKS, Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
 from tests.support.pairs import in_pairs
 

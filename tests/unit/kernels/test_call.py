@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from fxpass import explain
+from fxpass.formula import expression
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import call
 from fxpass.kernels.call import ASSUMED, for_reductions, launches
 from fxpass.op import rows
 from fxpass.plan import plan
-from fxpass.spec import expression
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
 from tests.support.specs import spec_of

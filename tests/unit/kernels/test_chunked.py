@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxpass.formula import expression
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import chunked, reductions, render
 from fxpass.plan.plan import Plan
-from fxpass.spec import expression
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support import without_data
 from tests.support.allocations import Allocations
 from tests.support.specs import spec_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import fingerprint, scale
 from fxpass.kernels.call import Gpu, Launch
 from fxpass.kernels.render import reductions
-from fxpass.spec.reductions import Reductions
 from tests.support.compiled import Resources, Unit, assert_fits, resources
 from tests.unit.kernels.test_compile_reductions import unit
 

@@ -10,11 +10,11 @@ import math
 import pytest
 import torch
 
+from fxpass.formula import functions
+from fxpass.formula.expression import derivative, evaluate, parse, text
 from fxpass.kernels import expression
 from fxpass.kernels.chunked import load
 from fxpass.kernels.render import Kernel
-from fxpass.spec import functions
-from fxpass.spec.expression import derivative, evaluate, parse, text
 from tests.support.compiled import Unit, resources
 from tests.support.numerics import assert_close
 from tests.unit.lower.test_pointwise import (

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import chunked, reductions
 from fxpass.kernels.chunked import Gradients, LogitsSlice, dtypes_of
 from fxpass.plan.plan import MOST_ROUNDED
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.gpus import A100, H200, MI300, T4
 from tests.support.launches import Launches
 from tests.support.numerics import error

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
+from fxpass.formula.expression import parse
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.kernels import reductions as kernels
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.plan import Plan
-from fxpass.spec.expression import parse
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.numerics import error
 
 PLANS = {

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass.formula.expression import text
 from fxpass.lower.formula import Formula, formula_of
 from fxpass.lower.records import Unknown
 from fxpass.region.loop import Loop
 from fxpass.region.split import split
 from fxpass.rows.backend import RowsPass
-from fxpass.spec.expression import text
 
 N, D, V = 8, 6, 50
 LABELS = torch.arange(N)

@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 
+from fxpass.formula.expression import Z, derivative, evaluate, exact, parse, text
 from fxpass.lower.pointwise import POINTWISE, REQUIRED
-from fxpass.spec.expression import Z, derivative, evaluate, exact, parse, text
 from tests.fuzz.spellings import name_of, spelled, spellings
 from tests.support.numerics import assert_close
 

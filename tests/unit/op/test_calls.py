@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import Moment
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.outputs import Moment
 from tests.support.reduction_cases import (
     BF16,
     F16,

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import INDICES, PRODUCTS, Moment, Output
 from tests.support.engine import reduced
 from tests.support.pairs import in_pairs
 from tests.support.reduction_cases import (

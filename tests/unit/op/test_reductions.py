@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxpass.formula.operands import Operands
+from fxpass.formula.outputs import Moment
 from fxpass.op import run
-from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
 from tests.support.engine import reduced
 from tests.support.reduction_cases import DTYPES, D, N, V, case
 from tests.support.specs import spec_of

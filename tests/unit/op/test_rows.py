@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten import gemm
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.op import row_chunks
 from fxpass.op.rows import NAME, listed, rows
 from fxpass.plan.regions import RegionPlan
-from fxpass.spec.dtypes import compute_dtype
 from tests.fuzz.small import small
 from tests.support.row_texts import (
     CPU,

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass.formula.operands import Operands
 from fxpass.op import run
 from fxpass.plan.plan import Plan
-from fxpass.spec.operands import Operands
 from tests.support.numerics import error
 from tests.support.pairs import in_pairs
 from tests.support.specs import spec_of

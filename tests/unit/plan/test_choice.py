@@ -7,8 +7,8 @@ from dataclasses import replace
 import expecttest
 import torch
 
+from fxpass.formula.reductions import Reductions
 from fxpass.plan.choice import Choice
-from fxpass.spec.reductions import Reductions
 from tests.support.planned import BF16, CPU, CUDA, F32
 
 TRAINED = Reductions((), gradients=("x", "weight"), total=("pick",))

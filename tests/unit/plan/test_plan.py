@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxpass.formula import expression
+from fxpass.formula.outputs import Moment
+from fxpass.formula.reductions import Reductions
 from fxpass.plan import devices
 from fxpass.plan import plan as plans
 from fxpass.plan.devices import implementation_for
@@ -26,9 +29,6 @@ from fxpass.plan.plan import (
     budget,
     size,
 )
-from fxpass.spec import expression
-from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
 from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 from tests.support.specs import spec_of

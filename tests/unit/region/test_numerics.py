@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxpass.formula.dtypes import LOW_PRECISION
 from fxpass.region.compile import RowFunction
 from fxpass.region.run import Interpreter
-from fxpass.spec.dtypes import LOW_PRECISION
 from tests.support.numerics import FLOOR, error
 from tests.unit.region.programs import CPU, PROGRAMS, functions
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.aten import gemm
+from fxpass.formula.dtypes import compute_dtype
 from fxpass.region.loop import Loop
 from fxpass.rows.backend import RowsPass
-from fxpass.spec.dtypes import compute_dtype
 from tests.fuzz.small import small
 from tests.support.numerics import FLOOR, error
 

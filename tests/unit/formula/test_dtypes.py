@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.formula.dtypes import compute_dtype, gradient_dtype
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpass.spec.shards import dealt
+from fxpass.formula.shards import dealt
 
 
 @pytest.mark.parametrize("classes", [1, 4, 5, 12, 13])

@@ -1,6 +1,6 @@
 """The slope of a row's outputs as a sum of terms, whose factors are numbers, tensors or symbols.
 
-In: outputs of :mod:`fxpass.spec.reductions`, their incoming gradients and the moments that these
+In: outputs of :mod:`fxpass.formula.reductions`, their incoming gradients and the moments that these
 read. Out: :class:`Terms`, of which both implementations compute the gradient of a logit::
 
     >>> terms = Terms()
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxpass.spec.outputs import OF_SOFTMAX, TOTAL, Output
-from fxpass.spec.reductions import for_slope
+from fxpass.formula.outputs import OF_SOFTMAX, TOTAL, Output
+from fxpass.formula.reductions import for_slope
 
 
 class Terms:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fxpass.spec.expression import parse, text
-from fxpass.spec.reductions import Reductions
-from fxpass.spec.words import words
+from fxpass.formula.expression import parse, text
+from fxpass.formula.reductions import Reductions
+from fxpass.formula.words import words
 from tests.support.specs import spec_of
 
 WORDS = {

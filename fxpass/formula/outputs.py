@@ -1,6 +1,6 @@
 """The outputs of a row of logits, as records with a text form.
 
-In: numbers. Out: records; what they mean is in :mod:`fxpass.spec.reductions`::
+In: numbers. Out: records; what they mean is in :mod:`fxpass.formula.reductions`::
 
     >>> [str(output) for output in (Moment(1, 0, weight=0), "lse")]
     ['moment(1,0,0)', 'lse']

@@ -10,8 +10,8 @@ import pytest
 import sympy
 import torch
 
-from fxpass.spec.expression import FUNCTIONS, Z, derivative, evaluate, exact, parse, text
-from fxpass.spec.functions import ABOVE, BELOW
+from fxpass.formula.expression import FUNCTIONS, Z, derivative, evaluate, exact, parse, text
+from fxpass.formula.functions import ABOVE, BELOW
 
 Z_VALUES = torch.tensor([-40.0, -2.5, -1e-3, 0.0, 1e-7, 0.3, 1.0, 29.0], dtype=torch.float64)
 
@@ -186,7 +186,7 @@ def test_text_that_is_too_deep_to_read_is_refused(source):
 @pytest.mark.parametrize(
     "expr",
     [
-        sympy.exp(Z),  # sympy's own, not the one of fxpass.spec.functions
+        sympy.exp(Z),  # sympy's own, not the one of fxpass.formula.functions
         sympy.log(Z),
         sympy.Abs(Z),
         sympy.I * Z,

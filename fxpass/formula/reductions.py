@@ -48,9 +48,9 @@ from typing import Any
 import sympy
 from sympy import Expr
 
-from fxpass.spec import expression
-from fxpass.spec.expression import Z
-from fxpass.spec.outputs import (
+from fxpass.formula import expression
+from fxpass.formula.expression import Z
+from fxpass.formula.outputs import (
     HIGHEST_POWER,
     INDICES,
     OF_PICKS,
@@ -113,7 +113,7 @@ class Reductions:
     Attributes:
         outputs: the outputs, each once.
         transform: the logit that is reduced, as an expression of the linear's output ``z`` and of
-            given values (:mod:`fxpass.spec.expression`).
+            given values (:mod:`fxpass.formula.expression`).
         gradients: the operands that need a gradient, of ``x``, ``weight`` and ``bias``, in this
             order.
         total: the outputs of which the program adds up a weighted sum over all rows, whose weights

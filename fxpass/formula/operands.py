@@ -16,10 +16,10 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import lines_of
-from fxpass.spec.reductions import Reductions
+from fxpass.formula import expression
+from fxpass.formula.dtypes import compute_dtype
+from fxpass.formula.outputs import lines_of
+from fxpass.formula.reductions import Reductions
 
 
 class Operands(NamedTuple):
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 
     def evaluate(self, expr: Expr, z: Tensor, rows: slice, classes: slice) -> Tensor:
         """An expression in a tile of logits ``z`` ``[rows, classes]``, which is not written to, as
-        :func:`fxpass.spec.expression.evaluate`."""
+        :func:`fxpass.formula.expression.evaluate`."""
         read = expression.given_in(expr)
         values = {f"given{i}": self.values(i, rows, classes) for i in read}
         return expression.evaluate(expr, z, values)

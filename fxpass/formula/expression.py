@@ -13,7 +13,7 @@ round-trips::
     '1-tanh(z/30)**2'
 
 A constant is the exact rational of the double that the user wrote: sympy's Floats would lose digits
-in arithmetic. The functions are those of :mod:`fxpass.spec.functions`. Beside z, an expression may
+in arithmetic. The functions are those of :mod:`fxpass.formula.functions`. Beside z, expressions may
 read the *operands* ``given0``, ``given1``, ...: the call's given values at the logit's class (a
 mask of classes, a factor of each class)::
 
@@ -34,7 +34,7 @@ import sympy
 import torch
 from sympy import Expr
 
-from fxpass.spec.functions import FUNCTIONS, Where, exact, where
+from fxpass.formula.functions import FUNCTIONS, Where, exact, where
 
 # Not declared real: sympy would rewrite the user's sqrt(z**2) as abs(z).
 Z = sympy.Symbol("z")

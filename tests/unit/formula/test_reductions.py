@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpass.spec import expression
-from fxpass.spec.outputs import HIGHEST_POWER, INDICES, ROWS, TOTAL, Moment
-from fxpass.spec.reductions import Reductions, for_slopes, normalised, raw, shifted
-from fxpass.spec.terms import Terms
+from fxpass.formula import expression
+from fxpass.formula.outputs import HIGHEST_POWER, INDICES, ROWS, TOTAL, Moment
+from fxpass.formula.reductions import Reductions, for_slopes, normalised, raw, shifted
+from fxpass.formula.terms import Terms
 from tests.support.specs import spec_of
 
 POWERS = range(HIGHEST_POWER + 1)

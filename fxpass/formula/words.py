@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fxpass.spec.expression import ATOM, PRODUCT, SUM, Printer, Z
-from fxpass.spec.functions import exact
-from fxpass.spec.outputs import Moment, Output
-from fxpass.spec.reductions import Reductions
+from fxpass.formula.expression import ATOM, PRODUCT, SUM, Printer, Z
+from fxpass.formula.functions import exact
+from fxpass.formula.outputs import Moment, Output
+from fxpass.formula.reductions import Reductions
 
 _NAMES = {
     "lse": "log-sum-exp",
