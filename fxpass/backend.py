@@ -82,7 +82,7 @@ def fusedce(
 
 
 def misnamed(*_args: Any, **_options: Any) -> Any:
-    """What ``backend="fxpass"`` names: no backend, but an error that says how it is named."""
+    """Raises for ``backend="fxpass"``, which is no backend, and names the right one."""
     raise SettingError('the backend of the package fxpass is named "fusedce": backend="fusedce"')
 
 

@@ -26,7 +26,7 @@ ABSENT = torch.empty(0, device="cpu")
 
 
 class RowSums:
-    """What is known of some rows from the tiles so far. :meth:`finish` sets ``log_total``, the
+    """The sums of some rows from the tiles so far. :meth:`finish` sets ``log_total``, the
     logarithm of ``total``, 0 without a softmax, and the normalised ``moments``.
 
     Attributes:

@@ -35,7 +35,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}
 
 @dataclass
 class Trial:
-    """What training with one provider measured."""
+    """The measurements of training with one provider."""
 
     name: str
     failure: str = ""  # why it has no numbers; empty if it has

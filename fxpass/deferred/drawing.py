@@ -58,14 +58,14 @@ class Drawn:
     symbols: list[str]
 
     def guard(self) -> str:
-        """What was decided on sizes, as Python."""
+        """The decisions on sizes, as Python."""
         guards = self.mode.shape_env.guards if self.mode.shape_env else ()
         terms = dict.fromkeys(PythonPrinter().doprint(guard.expr) for guard in guards)
         return " and ".join(f"({term})" for term in terms) or "True"
 
 
 class Drawing:
-    """What is computed of deferred logits, and from which tensors.
+    """A computation of deferred logits, and the tensors that it reads.
 
     Args:
         wanted: what calls make.

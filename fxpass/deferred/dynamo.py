@@ -1,4 +1,4 @@
-"""What Dynamo sees of deferred logits: nothing of this package, and a plain tensor in each graph.
+"""Hides deferred logits from Dynamo: it sees nothing of this package, and plain tensors in graphs.
 
 In: functions, and a class of tensors with a property ``plain``. Out: the same, but Dynamo does not
 trace them, and the tensors reach the graphs that Dynamo makes as plain tensors::

@@ -58,7 +58,7 @@ LATE = (
 
 
 def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
-    """What a torch function returns, without computing logits.
+    """The result of a torch function, without computing logits.
 
     Args:
         func, args, kwargs: a call; some arguments are deferred logits.

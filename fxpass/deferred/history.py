@@ -106,7 +106,7 @@ class _Attach(torch.autograd.Function):
 
 
 def once(ctx: Any, name: str) -> Any:
-    """What backward reads, an attribute of its context. Without ``retain_graph``, it is taken: a
+    """The tensors of backward, an attribute of its context. Taken without ``retain_graph``: a
     loss may live longer than its logits.
 
     Raises:

@@ -95,7 +95,7 @@ class RecordedInput:
         self.tensor = clone
 
     def _changes(self) -> str:
-        """What may have changed it."""
+        """The possible causes of a change."""
         if not self.is_parameter:
             return "the program writes to this tensor"
         return (

@@ -1,4 +1,4 @@
-"""What functions of the program make of deferred logits, as large as logits: deferred, too.
+"""Results of functions of deferred logits that are as large as logits: deferred, too.
 
 In: a tensor that calls make. Out: what computes it, in the place of a run of a model::
 

@@ -1,4 +1,4 @@
-"""What a call returns, without its values: shapes, strides and dtypes.
+"""A call's results without their values: shapes, strides and dtypes.
 
 In: a call, and the layouts of its arguments. Out: a :class:`Layout`, from a run on fake tensors;
 one that was known before, where a call of the same function had such arguments::
@@ -58,7 +58,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a call returns.
+    """The layout of a call's results.
 
     Attributes:
         tree: what the function returns, with numbers in the place of tensors.
@@ -76,7 +76,7 @@ class Layout:
     written: tuple[Like, int] | None
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        """What the function returns, with these tensors."""
+        """The function's results, with these tensors."""
         return pytree.tree_map(
             lambda leaf: tensors[leaf.at] if type(leaf) is _ResultAt else leaf, self.tree
         )
@@ -88,7 +88,7 @@ class _ResultAt:
 
 
 def layout_of(call: Call, likes: Mapping[Source, Like]) -> Layout:
-    """What a call returns.
+    """The layout of a call's results.
 
     Args:
         call: its sources have no calls of their own here.

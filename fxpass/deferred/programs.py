@@ -91,7 +91,7 @@ class Programs:
         self._known: OrderedDict[Any, _Alike] = OrderedDict()
 
     def __call__(self, wanted: Sequence[Made], trained: bool, line: str) -> list[Tensor]:
-        """What calls make.
+        """The results of calls.
 
         Args:
             wanted: the results of one call.

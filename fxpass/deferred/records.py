@@ -1,4 +1,4 @@
-"""What deferred logits are made of: calls of torch functions, of the logits of models and operands.
+"""Records of deferred logits: calls of torch functions, of the logits of models and operands.
 
 In: a torch function and its arguments. Out: a :class:`Call`, a small graph: its arguments are runs
 of models, what other calls made, operands, and numbers::
@@ -44,7 +44,7 @@ class PlainOperand:
     copy: Tensor | None = None
 
     def kept(self, logits: int) -> PlainOperand:
-        """What is read later, if logits take so many bytes."""
+        """The operand as it is read later, if logits take so many bytes."""
         if self.input is not None or self.copy is not None:
             return self
         if self.tensor.nbytes * SMALL <= logits:
@@ -181,7 +181,7 @@ Apply: TypeAlias = Callable[[Call, Any, Any], Any]
 def evaluated(
     wanted: Sequence[Made], known: Mapping[Leaf, Any], apply: Apply, clone: Callable[[Any], Any]
 ) -> list[Any]:
-    """What calls make.
+    """The results of calls.
 
     Args:
         wanted: of the calls' results.

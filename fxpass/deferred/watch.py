@@ -32,7 +32,7 @@ _why = threading.local()  # what computes logits now, and why
 
 @contextmanager
 def because(function: Any, reason: Exception) -> Iterator[None]:
-    """What is computed inside is computed for a function, for this reason."""
+    """Logits computed inside are computed for a function, for this reason."""
     before = getattr(_why, "text", "")
     _why.text = f": {getattr(function, '__name__', function)} {reason}"
     try:

@@ -108,7 +108,7 @@ def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True)
 class Reductions:
-    """What a head's rows are reduced to, apart from the tensors.
+    """The reductions of a head's rows, apart from the tensors.
 
     Attributes:
         outputs: the outputs, each once.
@@ -219,7 +219,7 @@ class Reductions:
 
     @functools.cached_property
     def of_backward(self) -> Reductions:
-        """What backward computes: the outputs that have a gradient."""
+        """The formula of backward: the outputs that have a gradient."""
         if not self.detached:
             return self
         trained = tuple(o for o in self.rows if o not in self.detached)

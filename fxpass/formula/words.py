@@ -1,4 +1,4 @@
-"""What a call computes, in words for people; the text form of its spec is for programs.
+"""A call in words for people; the text form of its formula is for programs.
 
 In: a spec. Out: one line, in which z is a logit of the linear and p its softmax::
 

@@ -33,7 +33,7 @@ from fxpass.plan.plan import padded
 
 
 class Gpu(NamedTuple):
-    """What the choice of kernels reads of a GPU: its name for people, and the architecture as
+    """The facts of a GPU that choose kernels: its name for people, and the architecture as
     compilers name it: ``sm_90``, ``gfx942``; ``cpu`` for Triton's interpreter."""
 
     name: str

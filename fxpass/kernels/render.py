@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What changes the text of a kernel, beside its spec.
+    """The properties that change the text of a kernel, beside its formula.
 
     Attributes:
         biased, scaled: whether there is a bias in f32, and a scale of the rows.
@@ -101,7 +101,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
 
 @functools.cache
 def gain(spec: Reductions) -> float:
-    """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
+    """The factor of gradients as they are stored: GAIN, or 1 if slopes have no bound."""
     slope = expression.unit_slope(spec.transform)[1]
     return 1.0 if expression.largest(slope).has(Z) else GAIN
 
@@ -117,7 +117,7 @@ def gradient_factor(spec: Reductions) -> float:
 
 
 def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
-    """What the docstring says, how a logit is transformed, and the given values at its class."""
+    """The text of the docstring, the transform of a logit, and the given values at its class."""
     transformed = spec.transform != Z
     with_slope = backward and not expression.unit_slope(spec.transform)[1].is_number
     of_call = ("gradients", "detached", "unrounded", "memory_mb", "accumulate")

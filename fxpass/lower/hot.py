@@ -80,7 +80,7 @@ def _is_of_rows(index: Node, like: Node) -> bool:
 
 
 def hot(found: Reading, node: Node, operand: Any) -> Classes:
-    """What such a node is; ``operand`` reads another argument as an expression."""
+    """The value of such a node; ``operand`` reads another argument as an expression."""
     if name_of(node) == "eq":
         return Classes(_symbol(found, _compared(node)))
     given, dim = arguments(node), class_dim(node)

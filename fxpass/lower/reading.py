@@ -1,4 +1,4 @@
-"""What is read of a row function, and what its rules ask of nodes.
+"""The state of reading a row function, and the questions that rules ask of nodes.
 
 In: nodes of a canonical ATen graph. Out: a :class:`Reading`, which the rules of
 :mod:`fxpass.lower.elementwise` and :mod:`fxpass.lower.reduced` fill.
@@ -19,7 +19,7 @@ from fxpass.lower.tables import Tables
 
 @dataclass
 class Reading:
-    """What was read.
+    """The state of reading.
 
     Attributes:
         tables: what the symbols stand for.

@@ -1,4 +1,4 @@
-"""What is known of the nodes of a row function: tensors with classes, rows, and their outputs.
+"""Records of the nodes of a row function: tensors with classes, rows, and their outputs.
 
 In: nodes of a canonical ATen graph, whose tensors have their rows first. Out: records of sympy
 expressions. The symbols stand for nodes and for outputs of the operator; what an operand has for
@@ -135,7 +135,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What an operand has at the classes of an index tensor."""
+    """The values of an operand at the classes of an index tensor."""
 
     operand: Node
     index: Node

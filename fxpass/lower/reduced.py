@@ -102,7 +102,7 @@ REDUCTIONS: dict[str, Callable[[Reading, Node], RowValues]] = {
 
 
 def of_rows(found: Reading, node: Node) -> RowValues | None:
-    """What a call makes of rows, if it is arithmetic that may cancel, or a view."""
+    """The result of a call on rows, if it is arithmetic that may cancel, or a view."""
     name, tables = name_of(node), found.tables
     given = arguments(node) if name else {}
     first: Any = node.args[0]

@@ -24,7 +24,7 @@ from fxpass.lower.records import (
 
 @dataclass
 class Tables:
-    """What symbols stand for.
+    """The meaning of symbols.
 
     Attributes:
         bases: the bases.

@@ -1,4 +1,4 @@
-"""What operands of a head's reductions are refused for.
+"""Refusals of operands of a head's reductions.
 
 In: operands and :class:`fxpass.formula.reductions.Reductions`. Raises if they do not fit together,
 with the shapes and dtypes that would fit. Each check runs at every call, on the host: what it needs

@@ -23,7 +23,7 @@ from fxpass.region.run import makes
 
 
 class KnownValues:
-    """What is known of one run.
+    """The known values of one run.
 
     Args:
         found: the reading of the function.
@@ -80,7 +80,7 @@ class KnownValues:
         return expression.of_rows(expr, self._like, named)
 
     def symbol(self, symbol: Symbol) -> Tensor:
-        """What a symbol of rows stands for."""
+        """The value of a symbol of rows."""
         tables = self.tables
         if symbol in self.outputs:
             return self.outputs[symbol]

@@ -65,7 +65,7 @@ def prepared(text: str, device: torch.device) -> Prepared:
 
 
 class Prepared:
-    """What a loop needs on a device, for any sizes.
+    """The state of a loop on a device, for any sizes.
 
     Attributes:
         pairs: heads and groups of last products that have the same classes.

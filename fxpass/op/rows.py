@@ -73,7 +73,7 @@ def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 
 class Listed(NamedTuple):
-    """What a call runs, for a report.
+    """The description of a call, for a report.
 
     Attributes:
         choice: of a formula.

@@ -82,7 +82,7 @@ class RowFunction:
             return list(compiled.run(tensors))
 
     def _in_steps(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the graph returns. Values that no later step reads are freed."""
+        """The graph's results. Values that no later step reads are freed."""
         values = dict(zip(self.interpreter.given, tensors, strict=True))
         tensors.clear()
         results = results_of(self.interpreter.graph)
@@ -129,7 +129,7 @@ class RowFunction:
 
 
 def _steps(graph: fx.Graph, device: torch.device) -> list[tuple[Step, RowFunction]]:
-    """What runs between and in collectives; nothing if a value cannot be handed on."""
+    """The functions between and in collectives; none if a value cannot be handed on."""
     try:
         steps = steps_of(graph)
         return [(s, RowFunction(s.graph, device, not is_on_ranks(s.graph))) for s in steps]

@@ -37,7 +37,7 @@ _HEAD = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """What ``fxpass::rows`` computes.
+    """The computation of ``fxpass::rows``.
 
     Attributes:
         rows: the inputs that have rows, in ascending order; the others are the same for all rows.

@@ -50,7 +50,7 @@ class Interpreter:
         self.steps.reverse()
 
     def __call__(self, tensors: list[Any]) -> list[Any]:
-        """What the graph returns. The list of inputs is emptied: they are freed as values are."""
+        """The graph's results. The list of inputs is emptied: they are freed as values are."""
         values = dict(zip(self.given, tensors, strict=True))
         tensors.clear()
         for node, more, last in self.steps:
@@ -140,7 +140,7 @@ class _Recorder(Interpreter):
 
 
 class GraphValues:
-    """What is known of the values of a graph: ``tensors`` are fake ones, ``rows`` those of them
+    """Facts of the values of a graph: ``tensors`` are fake ones, ``rows`` those of them
     that are [n, ...]."""
 
     def __init__(self, graph: Graph) -> None:
@@ -180,7 +180,7 @@ class GraphValues:
 
 @lru_cache(maxsize=64)
 def values_of(graph: Graph) -> GraphValues:
-    """What is known of the values of a graph that nothing changes any more: several ask."""
+    """The facts of a graph that nothing changes any more: several ask."""
     return apart(lambda: GraphValues(graph))
 
 

@@ -275,7 +275,7 @@ class _Splitter:
         return a, Tail(number, turned=turned), b
 
     def _upright(self, node: Node) -> tuple[Node, bool]:
-        """What a matrix is a view of, and whether it is its transpose."""
+        """The source of a view, and whether the view is its transpose."""
         turned = False
         while True:
             other, flips = self._turned(node)
@@ -284,7 +284,7 @@ class _Splitter:
             node, turned = other, turned ^ flips
 
     def _turned(self, node: Node) -> tuple[Node | None, bool]:
-        """What a matrix is, or is the transpose of; None if it is something else."""
+        """The source of a matrix or of its transpose; None for another node."""
         source: Any = node.args[0] if node.args else None
         if not is_view(node) or self.values.tensors[source].dim() != 2:
             return None, False

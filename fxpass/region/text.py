@@ -67,7 +67,7 @@ class Input:
 
 
 def results_of(graph: Graph) -> list[Node]:
-    """What a graph returns."""
+    """The outputs of a graph."""
     return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType, reportReturnType]
 
 

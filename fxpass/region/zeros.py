@@ -65,7 +65,7 @@ _MOST = 8  # clauses of a value
 
 @dataclass(frozen=True, eq=False)
 class Zeros:
-    """What is 0 where a row of each result is.
+    """Values of inputs that make a row of each result 0.
 
     Attributes:
         graph: from the inputs of the loop to values.
@@ -115,8 +115,8 @@ def _of_rows(value: Tensor) -> Tensor | None:
 
 
 def zeros(loop: Loop) -> Zeros | None:
-    """What is 0 where the results of a loop are; None if some result is never known to be, and of
-    a loop with collectives: which rows count may differ between ranks."""
+    """The inputs that are 0 where the results of a loop are; None if some result is never known to
+    be, and of a loop with collectives: which rows count may differ between ranks."""
     return None if loop.on_ranks else _zeros(loop)
 
 

@@ -70,7 +70,7 @@ def reaches_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def _held_by(one: Any, names: Names) -> Iterator[tuple[Any, Names]]:
-    """What code with these names can reach through an object, each with the names of its reader."""
+    """The objects that code with these names reaches through an object, each with its names."""
     if isinstance(one, Mapping):
         yield from ((value, names) for value in one.values())
     elif isinstance(one, list | tuple | set):

@@ -55,7 +55,7 @@ Recipes = dict[Node, Deferral]  # by the output of the graph
 
 @dataclass(frozen=True)
 class DeferredOutputs:
-    """What is deferred of a graph.
+    """The deferred logits of a graph.
 
     Attributes:
         matches: of the logits that nothing in the graph reduces.
@@ -233,7 +233,7 @@ def _leaves_whole(region: Region, product: Node, head: _Head) -> bool:
 
 
 def _match(head: _Head, mode: str) -> RegionMatch:
-    """What a report says of logits that are deferred alone."""
+    """A report's lines of logits that are deferred alone."""
     products = sorted(head.products)
     return RegionMatch(
         source_line(products[0]),

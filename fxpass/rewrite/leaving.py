@@ -124,7 +124,7 @@ def _ancestors(node: Node, nodes: Collection[Node]) -> set[Node]:
 
 
 def does(node: Node, products: Collection[Node]) -> str:
-    """What a node does to logits."""
+    """The kind of a node that reads logits."""
     if node in products:
         return PRODUCT
     function = out_of_place(function_of(node))

@@ -1,4 +1,4 @@
-"""What a report says of a row region that is fused.
+"""A report's lines of a fused region.
 
 In: what the pass on the joint graph says of a region's heads and calls, or logits that are
 deferred alone. Out: a :class:`RegionMatch`.
@@ -63,7 +63,7 @@ class RegionMatch:
 
     @property
     def calls(self) -> tuple[_Choice, ...]:
-        """What a report says of the operator calls, a line each."""
+        """A report's lines of the operator calls, one each."""
         kernels = [f"kernels: {', '.join(self.kernels)}"] if self.kernels else []
         return tuple(map(_Choice, (*self.choices, *kernels)))
 
@@ -90,7 +90,7 @@ class _Choice:
 
 
 def words_of(choices: Sequence[Choice], named: int) -> str:
-    """What calls with a formula compute, in words. Those of backward alone have the gradients."""
+    """Calls with a formula in words. Those of backward alone have the gradients."""
     late = [words(c.spec, backward=True) for c in choices if c.backward and c.spec.gradients]
     of_forward = [words(c.spec) for c in choices if not c.backward]
     first, *more = of_forward or late or [words(c.spec) for c in choices]

@@ -49,7 +49,7 @@ class Deferral:
     beside: tuple[Node, ...] = ()
 
     def then(self, root: Node, nodes: Sequence[Node]) -> Deferral:
-        """What some nodes compute of the logits ``root``; the last one is an output."""
+        """The recipe of some nodes that read the logits ``root``; the last one is an output."""
         inside = {root, *nodes}
         beside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in inside)
         graph = Graph()

@@ -209,7 +209,7 @@ def _inside(region: Region) -> str:
 
 
 def _given(region: Region, node: Node) -> tuple[Region, Node] | None:
-    """What a checkpoint, or a custom function, gives to an input of its graph."""
+    """The argument of a checkpoint, or a custom function, for an input of its graph."""
     if node.op != "placeholder" or region.call is None or region.outer is None:
         return None
     if not region.plain and region.call.target not in AUTOGRAD_FUNCTIONS:

@@ -1,4 +1,4 @@
-"""What the pass made of graphs whose code comes from a cache of torch's.
+"""Outcomes of graphs whose code comes from a cache of torch's.
 
 In: a Dynamo graph and the pass. AOTAutograd's cache answers a second process with code that has the
 calls, and does not run the pass; what it made of the joint graphs lies beside that cache, by the

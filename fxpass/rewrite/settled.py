@@ -1,4 +1,4 @@
-"""What became of one graph, when the inner backend has compiled it: told to logs and counters.
+"""The outcome of one graph, once the inner backend has compiled it: told to logs and counters.
 
 In: an :class:`fxpass.rewrite.transform.Outcome`, and what the pass says of the joint graphs. Out:
 the outcome with matches and rejections::
@@ -53,7 +53,7 @@ def rows_pass(settings: Settings, needed: Collection[str] = ()) -> RowsPass:
 
 
 def programs(settings: Settings) -> Programs:
-    """What compiles functions of the logits of a graph."""
+    """The compiler of functions of the logits of a graph."""
     alone = replace(settings, min_logits_mb=0.0)
 
     def told(module: GraphModule, made: Sequence[Rewritten]) -> None:

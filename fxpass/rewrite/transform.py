@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done to one graph.
+    """The rewrites of one graph.
 
     Attributes:
         casts: in the order of the graph.

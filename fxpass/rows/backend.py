@@ -56,7 +56,7 @@ CODE = ("rows", "region", "lower", "formula", "op", "aten", "kernels", "plan")
 
 @dataclass
 class Rewritten:
-    """What became of one graph.
+    """The outcome of one graph.
 
     Attributes:
         found: the regions; None if no head became calls.

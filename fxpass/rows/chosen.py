@@ -128,7 +128,7 @@ class _Chosen:
         return [self.outer.numbers(self.outer.size(shape(rows)[0])), labels]
 
     def _taken(self, node: Node) -> Node | None:
-        """What is chosen of a head's rows."""
+        """The chosen rows of a head."""
         base: Any = node.args[0] if node.args else None
         if packet(node) is operator.getitem and packet(base) in _SPLITS:
             base = base.args[0]
@@ -218,7 +218,7 @@ class _Chosen:
     # ------------------------------------------------------------ backward
 
     def _put(self, node: Node) -> Terms | None:
-        """What is put into rows of zeros, or is made of parts of rows."""
+        """Tensors that are put into rows of zeros, or made of parts of rows."""
         if packet(node) not in (*_INDEX_PUT, *_PART_PUT, A.cat) or len(shape(node)) < 2:
             return None
         *sizes, classes = shape(node)

@@ -140,7 +140,7 @@ class Chunk:
                     self.leaves["inside", view] = Input(torch.bool, ("n",))
 
     def leaf(self, ref: Ref) -> Leaf | None:
-        """What stands for an operand; None of what the part computes, and of one number."""
+        """The input for an operand; None of a node of the part's own, and of one number."""
         if ref.kind == "node" and ref.node not in self.body:
             tag = self.rules.tag_of(ref.node)
             if tag is None or not tag.rows:

@@ -105,7 +105,7 @@ class _Emitter:
         return call
 
     def _given(self, leaf: Leaf) -> Any:
-        """What a leaf stands for, for a tangent of 1."""
+        """The value of a leaf for a tangent of 1."""
         kind, of = leaf[:2]
         if kind == "handed":
             return self.handed[of]

@@ -87,7 +87,7 @@ class Head:
         return NodePlan(tag, refs, run)
 
     def _of_bias(self, bias: Node, view: View) -> Ref:
-        """What reads a bias: of classes; or of rows, where classes come first."""
+        """The operand for a bias: of classes; or of rows, where classes come first."""
         last = len(shape(bias)) - 1
         if self.first and last >= 0 and not is_one(shape(bias)[last]):
             return Ref("row", bias, "k" * last + "r", (last,), view)
@@ -151,7 +151,7 @@ def products(graph: Graph, least_mb: float) -> list[Node]:
 
 
 def tangents(graph: Graph) -> list[Node]:
-    """What backward starts with."""
+    """The tensors that backward starts with."""
     return [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
 
 

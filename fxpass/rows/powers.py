@@ -87,7 +87,7 @@ class Power:
 
 
 def _base(node: Node) -> Node:
-    """What a node is a view of."""
+    """The source of a view."""
     while packet(node) in _VIEWS and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

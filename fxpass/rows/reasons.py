@@ -1,4 +1,4 @@
-"""What a report says of heads: those that are in a call, and why others are left as they are.
+"""A report's lines of heads: those in a call, and the reasons why others stay as they are.
 
 In: a product and the node that ended its region. Out: records, which print one line each::
 
@@ -118,7 +118,7 @@ class FusedPart:
 
 
 def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: bool) -> FusedPart:
-    """What a report says of a call.
+    """A report's lines of a call.
 
     Args:
         call: of ``fxpass::rows``.
@@ -170,7 +170,7 @@ def found_heads(
     component: Mapping[Node, Node],
     later: Collection[Node],
 ) -> list[FoundHead]:
-    """What a report says of the heads whose regions run in calls.
+    """A report's lines of the heads whose regions run in calls.
 
     Args:
         inside: the nodes of regions.

@@ -41,7 +41,7 @@ AGAIN = 5  # as often, rules of backward may find what others have tagged
 
 @dataclass
 class RegionCall:
-    """What one call computes.
+    """The computation of one call.
 
     Attributes:
         phase: the number of its phase.
@@ -323,7 +323,7 @@ def _body(
     now: int,
     needed: set[Node],
 ) -> set[Node]:
-    """What runs for some results: values with classes are computed again in each phase, and so are
+    """The nodes that run for some results: each phase computes values with classes again, and the
     rows that they are compared with; other rows of an earlier phase are handed over (and are
     ``needed`` there)."""
     body: dict[Node, bool] = {}  # whether a node is compared

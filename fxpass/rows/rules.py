@@ -29,7 +29,7 @@ P: Any = torch.ops.prims
 
 @dataclass(frozen=True)
 class Ref:
-    """What a plan reads.
+    """An operand of a plan.
 
     Attributes:
         kind: ``node`` of the region; ``row``, an operand with rows; ``shared``, the same for all
@@ -50,7 +50,7 @@ class Ref:
 
 
 class Env(Protocol):
-    """What a plan runs in: one chunk of rows."""
+    """The surroundings of a plan that runs: one chunk of rows."""
 
     n: Any
     device: torch.device
@@ -183,7 +183,7 @@ class Rules:
         return fill(node, self.plans)
 
     def ref(self, node: Node, tag: Tag) -> Ref:
-        """What reads a node whose dimensions are those of a tag.
+        """The operand for a node whose dimensions are those of a tag.
 
         Raises:
             Stop: the node has other rows.
@@ -231,7 +231,7 @@ class Rules:
         return Ref("node", node, tag.letters, sizes=others(sizes, tag.letters))
 
     def spread(self, node: Node, tag: Tag, sizes: Sequence[Any]) -> Ref:
-        """What reads an argument that is broadcast to a tagged result of these sizes."""
+        """The operand for an argument that is broadcast to a tagged result of these sizes."""
         own = shape(node)
         start = len(sizes) - len(own)
         alone = is_one(tag.view.root)  # what is the same for all rows is of the row
@@ -334,7 +334,7 @@ def fill(node: Node, tagged: Container[Node] = ()) -> Any:
 
 
 def base_of(node: Any) -> Any:
-    """What a view, a copy or a cast is of."""
+    """The source of a view, a copy or a cast."""
     same = VIEWS | _SAME
     while isinstance(node, Node) and node.op == "call_function" and packet(node) in same:
         node = node.args[0]

@@ -43,7 +43,7 @@ def softmaxes(graph: Graph) -> None:
 
 
 def taken_apart(call: Callable[..., Node], node: Node) -> Node | None:
-    """What a node of :func:`softmaxes` computes, of the operations that were put together; None for
+    """The operations that a node of :func:`softmaxes` was put together of; None for
     another node.
 
     Args:
@@ -77,7 +77,7 @@ def _is(node: Any, target: Any) -> bool:
 
 
 def _shifted(node: Any) -> tuple[Node, int] | None:
-    """What ``z - amax(z, [dim], True)`` is of, and the dimension."""
+    """The logits and the dimension of ``z - amax(z, [dim], True)``."""
     if not _is(node, A.sub.Tensor) or node.kwargs:
         return None
     z, largest = node.args

@@ -1,4 +1,4 @@
-"""What the dimensions of a tensor are: rows of a head, classes, or others.
+"""The meaning of the dimensions of a tensor: rows of a head, classes, or others.
 
 A tag has a letter for each dimension (``r`` rows, ``c`` classes, ``k`` another) and the view of
 rows that leads from the head's rows ``[N]`` to those of the tensor: reshapes, permutations, slices.
