@@ -224,13 +224,12 @@ class _LoopRun:
     # ------------------------------------------------------------ before the chunks
 
     def _planned(self, of_row: int) -> RegionPlan:
-        heads, counted, actual = [], 0, 0
+        loop, heads, counted, actual = self.of.loop, [], 0, 0
         for head, group in self.of.pairs:
             described = head.logits if head is not None else group.gradient  # pyright: ignore
             v, dtype = self._size(described.shape[1]), described.dtype
             at = multiplied(self._like(dtype))
             sums = [t for t in group.tails if t.weight is None] if group is not None else []
-            loop = self.of.loop
             wide = all(loop.dtype(t.result) == compute_dtype(dtype) for t in sums)
             of_sums = (min(map(self._size, loop.results[t.result].shape)) for t in sums)
             d = 1 if head is None else self.invariants[head.weight].shape[0]
@@ -239,17 +238,17 @@ class _LoopRun:
             counted += (CLASSES if isinstance(known, str) else known) * dtype.itemsize
             actual += v * dtype.itemsize
         of_row = of_row * actual // counted if counted else of_row
-        found = plan(self.n, tuple(heads), of_row, self.of.device, self.of.loop.memory_mb)
-        return self._in_step(found, heads) if self.of.loop.on_ranks else found
-
-    def _in_step(self, found: RegionPlan, heads: Sequence[HeadSizes]) -> RegionPlan:
-        """The plan with as many rows as all ranks take: they have the same heads, but numbers in
-        their texts, such as the first class, decide what a row's function shares and keeps; and
-        their processors may multiply in other dtypes."""
+        options = self.of.device, loop.memory_mb, loop.accumulate
+        found = plan(self.n, tuple(heads), of_row, *options)
+        if not loop.on_ranks:
+            return found
+        # As on all ranks: they have the same heads, but numbers in their texts, such as the first
+        # class, decide what is shared and kept; and processors may multiply in other dtypes.
         of_row = sum(h.v * max(h.dtype.itemsize, 4) for h in heads) * VALUES_OF_A_CLASS
         alike = tuple(head._replace(multiplied=head.dtype) for head in heads)
-        rows = plan(self.n, alike, of_row, self.of.device, self.of.loop.memory_mb).rows
-        return found._replace(rows=rows, scratch=found.scratch // found.rows * rows)
+        rows, *_, sums, rounded = plan(self.n, alike, of_row, *options)
+        scratch = found.scratch // found.rows * rows
+        return found._replace(rows=rows, scratch=scratch, sums=sums, rounded=rounded)
 
     def _like(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=self.of.device)
@@ -266,6 +265,8 @@ class _LoopRun:
         if i not in loop.sums:
             self.places[i] = new(shape, dtype=dtype, device=self.of.device)
             return
+        if several and i in self.turned:  # a product, each of which rounds once
+            several = not self.plan.rounded
         wide = compute_dtype(dtype) if several and dtype.is_floating_point else dtype
         made = new(shape, dtype=wide, device=self.of.device)
         turned = self.turned.get(i, False)

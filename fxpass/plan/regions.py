@@ -20,13 +20,16 @@ import torch
 
 from fxpass.formula.dtypes import compute_dtype
 from fxpass.plan.plan import (
+    ALIGNMENT,
     CPU_TILE,
     FEW_BYTES,
     LEAST,
     LEAST_ROWS,
+    MOST_ROUNDED,
     budget,
     classes_of_product,
     few_parts,
+    parts,
     rows_of_chunk,
 )
 
@@ -49,16 +52,23 @@ class RegionPlan(NamedTuple):
     classes: tuple[int, ...]  # of a product of each head
     scratch: int  # bytes allocated beside the results, at most
     sums: int  # bytes of the f32 sums of the weights' gradients, if several chunks need them
+    rounded: bool = False  # whether a few chunks add these gradients up in 16 bits
 
 
 def plan(
-    n: int, heads: tuple[HeadSizes, ...], row_bytes: int, device: torch.device, memory_mb: int = 0
+    n: int,
+    heads: tuple[HeadSizes, ...],
+    row_bytes: int,
+    device: torch.device,
+    memory_mb: int = 0,
+    accumulate: str = "auto",
 ) -> RegionPlan:
     """The plan of a run over ``n`` rows.
 
     ``row_bytes`` is what a row of all heads' logits, their gradients and the temporaries of the
-    row function take at a time; ``memory_mb`` is the user's budget (0: the default). The scratch is
-    within the budget, unless the smallest chunk is larger."""
+    row function take at a time; ``memory_mb`` is the user's budget (0: the default);
+    ``accumulate`` is as of :class:`fxpass.formula.reductions.Reductions`. The scratch is within the
+    budget, unless the smallest chunk is larger, or few larger ones need no f32 sums."""
     n, by_user = max(1, n), bool(memory_mb)
     v = max(1, sum(head.v for head in heads))
     dtypes = [torch.float32, *(compute_dtype(head.dtype) for head in heads)]
@@ -77,6 +87,14 @@ def plan(
         most = min(most, max(few_parts(n), FEW_BYTES // row))
     minimum = ("triton", LEAST) if on_gpu else ("aten", LEAST_ROWS)
     rows = rows_of_chunk(n, v, row, most, sums, *minimum)
+    if on_gpu and sums and rows < n and accumulate == "auto" and not tiled:
+        few = max(allowed // row if by_user else few_parts(n), FEW_BYTES // row, LEAST)
+        larger = parts(n, few, ALIGNMENT["triton"])
+        gradients = sum(h.v * h.d * h.dtype.itemsize for h in heads if _sums(h))
+        of_sums = sums + max(rows * row, gradients)
+        fits = n <= MOST_ROUNDED * larger if by_user else larger * row + gradients <= of_sums
+        if fits:
+            return RegionPlan(larger, tuple(h.v for h in heads), larger * row, 0, larger < n)
     classes = tuple(_classes(head, rows, share, rows < n and not on_gpu) for head in heads)
     each = zip(classes, heads, strict=True)
     tiles = max((c * _column(h, rows) * (c < h.v) for c, h in each), default=0)

@@ -12,6 +12,7 @@ from fxpass.op import row_chunks
 from fxpass.op.rows import NAME, listed, rows
 from fxpass.plan.regions import RegionPlan
 from tests.fuzz.small import small
+from tests.support.numerics import error
 from tests.support.row_texts import (
     CPU,
     FORMULAS,
@@ -219,6 +220,25 @@ def test_a_plan_of_other_rows(monkeypatch):
     monkeypatch.setattr(row_chunks, "plan", found)
     for text in TEXTS.values():
         assert_as_interpreted(text, tensors_of(text))
+
+
+def test_few_chunks_add_up_in_16_bits(monkeypatch):
+    """Within twice the error of eager's; vectors are added up in f32."""
+    text = MASKED.replace("float32", "bfloat16").replace("exp", "sin")  # which no formula has
+    tensors = tensors_of(text, 256)
+    wide = [t.double() if t.is_floating_point() else t for t in tensors]
+    exact = interpreted(text.replace("bfloat16", "float64"), wide)
+    eager = [error(t, true) for t, true in zip(interpreted(text, tensors), exact, strict=True)]
+
+    def errors(rounded):
+        found = lambda n, heads, *_: RegionPlan(n // 4, (9,) * len(heads), 0, 0, rounded)  # noqa: E731
+        monkeypatch.setattr(row_chunks, "plan", found)
+        return [error(t, true) for t, true in zip(rows(tensors, text), exact, strict=True)]
+
+    rounded, unrounded = errors(True), errors(False)
+    assert all(ours <= 2 * theirs for ours, theirs in zip(rounded, eager, strict=True))
+    assert rounded[1] > unrounded[1]  # the product alone
+    assert rounded[:1] + rounded[2:] == unrounded[:1] + unrounded[2:]
 
 
 MASKED = """rows rows=0,2 sums=1,3 wide= memory_mb=0 compiled=0

@@ -94,12 +94,31 @@ def test_casts_and_sums_take_some_classes_at_a_time():
     assert plan(4096, (exact,), 4 * logits(exact), CPU).classes == (128256,)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_few_chunks_of_a_gpu_round_their_sums(gpus, heads):
+    """Where that takes no more memory than f32 sums; within the user's budget up to six chunks."""
+    gpus.have(H100)
+    every = (LLAMA, *[LLAMA._replace(trained=False)] * (heads - 1))
+    of_row = 2 * logits(*every)
+    found = plan(8192, every, of_row, CUDA)
+    assert (found.rounded, found.sums, found.rows) == (True, 0, 8192 // 4)
+    wide = plan(8192, every, of_row, CUDA, accumulate="float32")
+    assert not wide.rounded
+    gradient = 2 * LLAMA.d * LLAMA.v
+    assert found.scratch + gradient <= wide.sums + max(wide.scratch, gradient)
+    assert not plan(8192, every, of_row, CUDA, 256).rounded
+    assert plan(8192, every, of_row, CUDA, 1024 * heads).rounded
+    assert not plan(2048, every, of_row, CUDA).rounded  # one chunk
+    master = LLAMA._replace(wide=True)
+    assert not plan(8192, (master,), of_row, CUDA).rounded
+
+
 def test_chunks_of_a_gpu(gpus):
     gpus.have(H100)
     found = plan(32768, (LLAMA,), 2 * logits(LLAMA), CUDA)
     assert EFFICIENT <= found.rows <= 32768 // 4
     assert found.scratch <= budget(32768, LLAMA.v, F32, CUDA, 0) == 1024 * MIB
-    assert found.classes == (LLAMA.v,)  # its GEMMs add to f32 sums
+    assert found.classes == (LLAMA.v,)  # its GEMMs add to sums
     # the user's budget includes the sums, but leaves a quarter for chunks
     assert plan(32768, (LLAMA,), 2 * logits(LLAMA), CUDA, 1024).scratch <= 256 * MIB
     frozen = LLAMA._replace(trained=False)
