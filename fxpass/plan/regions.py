@@ -52,7 +52,7 @@ class RegionPlan(NamedTuple):
     classes: tuple[int, ...]  # of a product of each head
     scratch: int  # bytes allocated beside the results, at most
     sums: int  # bytes of the f32 sums of the weights' gradients, if several chunks need them
-    rounded: bool = False  # whether a few chunks add these gradients up in 16 bits
+    rounded: bool = False  # whether a few chunks add these gradients up in bf16
 
 
 def plan(
@@ -87,7 +87,8 @@ def plan(
         most = min(most, max(few_parts(n), FEW_BYTES // row))
     minimum = ("triton", LEAST) if on_gpu else ("aten", LEAST_ROWS)
     rows = rows_of_chunk(n, v, row, most, sums, *minimum)
-    if on_gpu and sums and rows < n and accumulate == "auto" and not tiled:
+    in_bf16 = all(head.dtype == torch.bfloat16 for head in heads if _sums(head))
+    if on_gpu and sums and rows < n and accumulate == "auto" and in_bf16 and not tiled:
         few = max(allowed // row if by_user else few_parts(n), FEW_BYTES // row, LEAST)
         larger = parts(n, few, ALIGNMENT["triton"])
         gradients = sum(h.v * h.d * h.dtype.itemsize for h in heads if _sums(h))

@@ -222,7 +222,7 @@ def test_a_plan_of_other_rows(monkeypatch):
         assert_as_interpreted(text, tensors_of(text))
 
 
-def test_few_chunks_add_up_in_16_bits(monkeypatch):
+def test_few_chunks_add_up_in_bf16(monkeypatch):
     """Within twice the error of eager's; vectors are added up in f32."""
     text = MASKED.replace("float32", "bfloat16").replace("exp", "sin")  # which no formula has
     tensors = tensors_of(text, 256)
