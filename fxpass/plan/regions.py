@@ -6,7 +6,7 @@ within the budget. Like :mod:`fxpass.plan.plan` it measures nothing, and runs at
     >>> cpu, f32 = torch.device("cpu"), torch.float32
     >>> head = HeadSizes(256, 32000, f32, f32, False)
     >>> plan(2048, (head,), 3 * 4 * 32000, cpu)  # 2048 rows that take three times their logits
-    RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0)
+    RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0, rounded=False)
 
 The rules are those of :mod:`fxpass.plan.plan`: :func:`rows_of_chunk` and
 :func:`classes_of_product`, where the heads take turns.
