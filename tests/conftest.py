@@ -128,8 +128,6 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_addoption(parser):
     what = "fail where a test takes longer than its tier allows (tests/support/durations.py)"
     parser.addoption("--limit-durations", action="store_true", help=what)
-    what = "the GPUs that kernels are compiled for: one before a change lands, or all"
-    parser.addoption("--targets", choices=["one", "all"], default="one", help=what)
 
 
 def pytest_configure(config):
