@@ -89,8 +89,8 @@ def plan(
     rows = rows_of_chunk(n, v, row, most, sums, *minimum)
     in_bf16 = all(head.dtype == torch.bfloat16 for head in heads if _sums(head))
     if on_gpu and sums and rows < n and accumulate == "auto" and in_bf16 and not tiled:
-        few = max(allowed // row if by_user else few_parts(n), FEW_BYTES // row, LEAST)
-        larger = parts(n, few, ALIGNMENT["triton"])
+        few = allowed // row if by_user else max(few_parts(n), FEW_BYTES // row)
+        larger = parts(n, max(few, LEAST), ALIGNMENT["triton"])
         gradients = sum(h.v * h.d * h.dtype.itemsize for h in heads if _sums(h))
         of_sums = sums + max(rows * row, gradients)
         fits = n <= MOST_ROUNDED * larger if by_user else larger * row + gradients <= of_sums

@@ -109,6 +109,8 @@ def test_few_chunks_of_a_gpu_round_their_sums(gpus, heads):
     assert not plan(8192, every, of_row, CUDA, 256).rounded
     assert plan(8192, every, of_row, CUDA, 1024 * heads).rounded
     assert not plan(2048, every, of_row, CUDA).rounded  # one chunk
+    thin = tuple(head._replace(d=8) for head in every)
+    assert plan(512, thin, of_row, CUDA, 32 * heads).scratch <= 32 * heads * MIB
     half = [head._replace(dtype=F16, multiplied=F16) for head in every]
     assert not plan(8192, tuple(half), of_row, CUDA).rounded  # sums in fp16 may overflow
     master = LLAMA._replace(wide=True)
