@@ -30,8 +30,8 @@ return %2, %7, %8, %1""",
     expecttest.assert_expected_inline(
         "\n".join(map(str, [*found.heads, *found.groups])),
         """\
-Head(x=0, weight=0, bias=None, logits=Input(dtype=torch.float32, shape=('n', 11)), hidden=5)
-Head(x=0, weight=1, bias=None, logits=Input(dtype=torch.float32, shape=('n', 4)), hidden=5)
+HeadOperands(x=0, weight=0, bias=None, logits=Input(dtype=torch.float32, shape=('n', 11)), hidden=5)
+HeadOperands(x=0, weight=1, bias=None, logits=Input(dtype=torch.float32, shape=('n', 4)), hidden=5)
 Group(made=1, gradient=Input(dtype=torch.float32, shape=('n', 11)), tails=(Tail(result=1, weight=2, operand=None, made=None, turned=False), Tail(result=2, weight=None, operand=0, made=None, turned=False), Tail(result=3, weight=None, operand=None, made=3, turned=False)))
 Group(made=2, gradient=Input(dtype=torch.float32, shape=('n', 4)), tails=(Tail(result=4, weight=None, operand=0, made=None, turned=False),))""",
     )
