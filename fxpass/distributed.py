@@ -107,7 +107,8 @@ def linear_cross_entropy(
     index = None if target.is_floating_point() else target.long()
     if index is not None and index.device.type == "cpu":
         _check_classes(index, ignore_index, shard.classes)
-    x, sizes = input, local(linear_weight)
+    x = input
+    sizes = local(linear_weight)
     if is_dtensor(x):
         x = with_summed_gradient(cast(Any, x).full_tensor(), shard.group)
     bias = None if linear_bias is None else local(linear_bias)
@@ -158,7 +159,8 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
             "torch.distributed.config.compile_on_one_rank = False"
         )
     if is_dtensor(weight):
-        mesh, placements = weight.device_mesh, placements_of(weight)
+        mesh = weight.device_mesh
+        placements = placements_of(weight)
         over = [i for i, p in enumerate(placements) if not p.is_replicate()]
         if len(over) != 1 or not placements[over[0]].is_shard(0):
             raise ValueError(
@@ -166,7 +168,8 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
                 "sharded over its classes, Shard(0), along one dimension of its mesh"
             )
         # Dynamo of torch 2.11 cannot trace DTensor's function for this
-        group, total = mesh.get_group(over[0]), int(weight.shape[0])
+        group = mesh.get_group(over[0])
+        total = int(weight.shape[0])
         first, _ = dealt(total, group.size(), group.rank())
         return _Shard(first, total, group.group_name, group.size())
     group = dist.group.WORLD if group is None else group
@@ -176,7 +179,8 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
         )
     if not isinstance(group, dist.ProcessGroup):
         group = group.get_group()
-    ranks, count = group.size(), weight.shape[0]
+    ranks = group.size()
+    count = weight.shape[0]
     total = count * ranks if classes is None else classes
     first, here = dealt(total, ranks, group.rank())
     if here != count:

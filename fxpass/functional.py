@@ -148,7 +148,8 @@ def compiled_alone(run: Callable[..., Tensor], memory_mb: int) -> Callable[..., 
     inner = RowsPass(memory_mb=memory_mb).backend()
 
     def backend(module: Any, inputs: Any) -> Any:
-        made, context = inner(module, inputs), TracingContext.try_get()
+        made = inner(module, inputs)
+        context = TracingContext.try_get()
         if context is not None and context.fw_metadata is not None:
             context.fw_metadata.bw_donated_idxs = []  # backward may run twice
         return made

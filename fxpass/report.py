@@ -156,7 +156,10 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     describe_encoder_layers()
     if config.caching_precompile:
         settings = with_kept_logits(settings)
-    outcomes, before, after, breaks = [], [], [], []
+    outcomes = []
+    before = []
+    after = []
+    breaks = []
     later: list[Cast] = []
 
     # the name by which deferred logits know that what reads them can be answered

@@ -102,7 +102,8 @@ class Settings:
         Raises:
             SettingError: an unknown name, or a value that is not allowed; the message has both.
         """
-        options, environ = options or {}, os.environ if environ is None else environ
+        options = options or {}
+        environ = os.environ if environ is None else environ
         names = {row.variable: name for name, row in TABLE.items()}
         names |= {PREFIX + name: name for name in TABLE}
         of_fxpass = (v for v in environ if v in names or v.startswith("FUSEDCE_"))

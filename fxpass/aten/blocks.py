@@ -49,9 +49,12 @@ def over_blocks(
         plan: its rows, of a chunk; its block; its classes, of one product.
         unrounded: those of x and weight whose gradients keep the dtype of the sums.
     """
-    x, weight = inputs.x, inputs.weight
-    dtype, stored = compute_dtype(x.dtype), gradient_dtype(x.dtype)
-    n, narrow = x.shape[0], stored != dtype
+    x = inputs.x
+    weight = inputs.weight
+    dtype = compute_dtype(x.dtype)
+    stored = gradient_dtype(x.dtype)
+    n = x.shape[0]
+    narrow = stored != dtype
     rows = min(plan.rows, n)
     grads: dict[str, Tensor] = {}
     for name, operand, exact in ("x", x, True), ("weight", weight, rows == n):

@@ -69,7 +69,8 @@ class Chunks:
         self.trained = any(gradient is not None for gradient in grads)
         v = weight.shape[0]
         classes = min(classes, v)
-        self._every, self._tiles = slice(0, v), slices(0, v, classes)
+        self._every = slice(0, v)
+        self._tiles = slices(0, v, classes)
         self._copied = self._x.dtype != multiplied
         self._x_rows = RowReader(self._x, rows, multiplied)
         self._weight = RowReader(weight, classes, multiplied)
@@ -87,7 +88,8 @@ class Chunks:
         if not self._copied:
             return linear(self._rows, self._weight[self._every], self._bias, out)
         for some in self._tiles:
-            tile, weight = part_of(out, some, 1), self._weight[some]
+            tile = part_of(out, some, 1)
+            weight = self._weight[some]
             bias = None if self._bias is None else self._bias[some]
             if self._tile is None:
                 linear(self._rows, weight, bias, tile)

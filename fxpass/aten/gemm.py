@@ -38,7 +38,8 @@ class RowReader:
     copy per slice would fragment the allocator's memory.)"""
 
     def __init__(self, operand: Tensor, most: int, dtype: torch.dtype) -> None:
-        self._operand, self._place = operand, None
+        self._operand = operand
+        self._place = None
         if operand.dtype != dtype:
             self._place = operand.new_empty((most, operand.shape[1]), dtype=dtype)
 

@@ -65,7 +65,8 @@ class _Results:
     """The outputs of all rows, from those of some rows at a time."""
 
     def __init__(self, operands: Operands, spec: Reductions) -> None:
-        self._call, self._out = (operands, spec), None
+        self._call = (operands, spec)
+        self._out = None
 
     def add(self, few: slice, found: Outputs) -> None:
         """Adds the outputs of some rows; they are not copied if they are all."""
@@ -104,7 +105,8 @@ def _in_place(
 ) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total."""
     every = slice(0, operands.x.shape[0])
-    sums, found = RowSums(operands, spec, every), []
+    sums = RowSums(operands, spec, every)
+    found = []
     coef = sums.coef
     assert coef is not None, "logits are in the place of a gradient that forward computes"
 
@@ -147,7 +149,8 @@ def backward(
             slope = Slope(operands, few, spec.rows, incoming[:, few].t(), sums)
             if z.shape[1] < operands.weight.shape[0]:
                 of_part[few.start] = slope
-        lse, rest = None, z
+        lse = None
+        rest = z
         if spec.softmax:
             lse, rest = (part_of(t, few).unsqueeze(1) for t in (out.lse, out.rest))
         y = z if lse is None else z.sub_(lse)

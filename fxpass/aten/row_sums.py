@@ -36,7 +36,9 @@ class RowSums:
     """
 
     def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
-        self._operands, self._spec, self._few = operands, spec, few
+        self._operands = operands
+        self._spec = spec
+        self._few = few
         self._raw = spec.raw
         # of the tiles so far: the largest logit and its class, the logits at the picks [rows, K],
         # and the raw sums under the clamped largest logit
@@ -88,7 +90,8 @@ class RowSums:
         if before is not None:
             shift = self._clamped - m
             sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
-        self._sums, self._clamped = sums, m
+        self._sums = sums
+        self._clamped = m
         return y
 
     def _add_picks(self, z: Tensor, classes: slice) -> None:
@@ -107,7 +110,8 @@ class RowSums:
         found: dict[Moment, Tensor] = {}
         for a in sorted({moment.a for moment in self._raw}):
             some = [moment for moment in self._raw if moment.a == a]
-            powers, term = range(max(moment.b for moment in some) + 1), y
+            powers = range(max(moment.b for moment in some) + 1)
+            term = y
             if a:
                 if len(powers) > 1:  # 0 * -inf would be nan
                     y = torch.clamp(y, min=LEAST_LOG, out=None if in_place else y)
@@ -152,7 +156,8 @@ class RowSums:
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
         """The log-sum-exp and its rounding error, after :meth:`finish`."""
-        m, log_total = self._clamped, self.log_total
+        m = self._clamped
+        log_total = self.log_total
         lse = m + log_total
         return lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
 

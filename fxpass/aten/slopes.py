@@ -52,7 +52,8 @@ class Slope(Terms):
     ) -> None:
         super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
-        self._operands, self._few = operands, few
+        self._operands = operands
+        self._few = few
         column = 0
         for output in outputs:
             count = lines_of(output, operands.many)
@@ -80,7 +81,8 @@ class Slope(Terms):
         overwrites y, if :attr:`reads_log`."""
         if self._of_one_softmax:
             return self.of_softmax(exponential(y, out=y), log_total.exp(), classes, scaled)
-        log, g = y, None
+        log = y
+        g = None
         if self.reads_log:
             log = y.sub_(log_total).clamp_(min=LEAST_LOG)
         softmax = exponential(log) if any(a for a, _ in self.coefficients) else log

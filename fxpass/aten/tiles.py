@@ -50,7 +50,10 @@ def over_tiles(
         rounded: whether logits of bf16 operands are rounded to bf16, also by f32 products.
     """
     tiles = _Tiles(inputs, plan.rows, plan.classes, rounded)
-    x, weight, dtype, parts = inputs.x, inputs.weight, tiles.dtype, tiles.parts
+    x = inputs.x
+    weight = inputs.weight
+    dtype = tiles.dtype
+    parts = tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles
     dtypes = {"x": dtype, "weight": of_weight, "bias": dtype}
@@ -89,13 +92,17 @@ class _Tiles:
     """
 
     def __init__(self, inputs: Operands, rows: int, classes: int, rounded: bool) -> None:
-        x, weight = inputs.x, inputs.weight
-        rows, classes = min(rows, x.shape[0]), min(classes, weight.shape[0])
+        x = inputs.x
+        weight = inputs.weight
+        rows = min(rows, x.shape[0])
+        classes = min(classes, weight.shape[0])
         multiplied = multiplied_in(x.dtype, x.device)
-        self.dtype, self.widest = compute_dtype(x.dtype), classes
+        self.dtype = compute_dtype(x.dtype)
+        self.widest = classes
         self.parts = slices(0, x.shape[0], rows)
         self.classes = slices(0, weight.shape[0], classes)
-        self.x, self.weight = RowReader(x, rows, multiplied), RowReader(weight, classes, multiplied)
+        self.x = RowReader(x, rows, multiplied)
+        self.weight = RowReader(weight, classes, multiplied)
         self._wide = x.new_empty(rows * classes, dtype=self.dtype)
         narrow = multiplied != self.dtype
         self._narrow = x.new_empty(rows * classes, dtype=multiplied) if narrow else None
@@ -149,13 +156,21 @@ def in_gradient(
             with their gradient.
         classes: of a tile, at most.
     """
-    x, weight, n, v = inputs.x, inputs.weight, len(inputs.x), len(inputs.weight)
+    x = inputs.x
+    weight = inputs.weight
+    n = len(inputs.x)
+    v = len(inputs.weight)
     assert n <= x.shape[1], "the logits [V, N] of all rows have to fit into [V, D]"
-    dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)
-    every, tiles, narrow = slice(0, n), slices(0, v, classes), multiplied != dtype
+    dtype = compute_dtype(x.dtype)
+    multiplied = multiplied_in(x.dtype, x.device)
+    every = slice(0, n)
+    tiles = slices(0, v, classes)
+    narrow = multiplied != dtype
     gradient = x.new_empty(weight.shape, dtype=gradient_dtype(x.dtype))
-    stored, room = gradient[:, :n], x.new_empty((min(classes, v), n), dtype=dtype)
-    xs, weights = x.to(multiplied), RowReader(weight, min(classes, v), multiplied)
+    stored = gradient[:, :n]
+    room = x.new_empty((min(classes, v), n), dtype=dtype)
+    xs = x.to(multiplied)
+    weights = RowReader(weight, min(classes, v), multiplied)
     early, late = split_bias(inputs.bias, gradient.dtype)
 
     def logits(some: slice) -> Tensor:
@@ -164,7 +179,8 @@ def in_gradient(
         return (place if late is None else place.add_(late[some].unsqueeze(1))).t()
 
     for some in tiles:
-        w, bias = weights[some], None if early is None else early[some].unsqueeze(1)
+        w = weights[some]
+        bias = None if early is None else early[some].unsqueeze(1)
         if narrow:
             stored[some] = w @ xs.t() if bias is None else torch.addmm(bias, w, xs.t())
         else:

@@ -33,7 +33,8 @@ class Pass(CustomGraphPass):
     """A pass of Inductor, with a cache key, before the user's passes."""
 
     def __init__(self, function: Callable[[Graph], object], key: str, then: Any) -> None:
-        self._function, self._key = function, key
+        self._function = function
+        self._key = key
         self._then = tuple(then) if isinstance(then, list | tuple) else (then,) if then else ()
 
     def __call__(self, graph: Graph) -> None:
@@ -87,7 +88,8 @@ def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
 
     with _one_at_a_time, functorch_config.patch(joint_custom_pass=joint_pass):
         aot: Any = graph_compile
-        trace, thread = aot.aot_dispatch_base_graph, threading.get_ident()
+        trace = aot.aot_dispatch_base_graph
+        thread = threading.get_ident()
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             graph, *rest = trace(*args, **kwargs)

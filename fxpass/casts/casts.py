@@ -217,7 +217,8 @@ def _write_by_copy(node: Node, dialect: Dialect, written: Node, dtype: torch.dty
 
 def _cast_results(node: Node, dialect: Dialect, dtype: torch.dtype) -> None:
     """Casts the results, computed in ``dtype``, back to the dtypes that their users expect."""
-    graph, parts = node.graph, [user for user in node.users if user.target is operator.getitem]
+    graph = node.graph
+    parts = [user for user in node.users if user.target is operator.getitem]
     for result in [node] if isinstance(node.meta[dialect.key], torch.Tensor) else parts:
         traced = result.meta[dialect.key]
         if not traced.is_floating_point() or traced.dtype == dtype:

@@ -58,7 +58,8 @@ class Trial:
         self.norms.append(answer.pop("norm"))
         self.seconds.append(answer.pop("seconds"))
         vars(self).update(answer)  # the others are of one step
-        loss, seconds = self.losses[-1], self.seconds[-1]
+        loss = self.losses[-1]
+        seconds = self.seconds[-1]
         tell(f"{self.name} step {len(self.losses)}: {loss:.3f}, {seconds:.2f} s")
 
 
@@ -162,7 +163,8 @@ def _take_step(one: Trial, process: subprocess.Popen[str]) -> None:
 def refuse(runs: Sequence[Trial], dtype: str) -> None:
     """Refuses the numbers of runs whose curves differ from those of eager, the first run, over
     their common steps."""
-    eager, bound = runs[0], TOLERANCE[dtype]
+    eager = runs[0]
+    bound = TOLERANCE[dtype]
     for one in runs:
         if one.losses and not eager.losses:
             one.failure = one.failure or "refused: eager has no numbers to compare with"
@@ -203,7 +205,8 @@ def report(runs: Sequence[Trial], tokens: int) -> str:
     good = [one for one in runs if one.timed]
     base = next((one for one in good if one.name == "inductor"), None)
     for one in good:
-        speed, size = tokens / statistics.median(one.timed), one.extra_bytes
+        speed = tokens / statistics.median(one.timed)
+        size = one.extra_bytes
         times = share = "-"
         if base:
             rounds = zip(base.timed, one.timed, strict=True)

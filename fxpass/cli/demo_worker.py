@@ -65,7 +65,8 @@ class GPT(nn.Module):
 
     def __init__(self, job: Job) -> None:
         super().__init__()
-        width, heads = job.width, job.width // HEAD_WIDTH
+        width = job.width
+        heads = job.width // HEAD_WIDTH
         self.embedding = nn.Embedding(job.classes, width)
         self.position = nn.Embedding(job.seq, width)
         how = {"activation": "gelu", "batch_first": True, "norm_first": True}
@@ -126,9 +127,11 @@ def train(
     notes = BufferingHandler(capacity=10_000)  # a line per match, rejection and cast
     logging.getLogger("fxpass").addHandler(notes)
     logging.getLogger("fxpass").setLevel(logging.INFO)
-    device, dtype = torch.device(job.device), getattr(torch, job.dtype)
+    device = torch.device(job.device)
+    dtype = getattr(torch, job.dtype)
     torch.manual_seed(0)
-    model, memory = make().to(device), Memory(device)
+    model = make().to(device)
+    memory = Memory(device)
     run = model if job.provider == "eager" else torch.compile(model, backend=job.provider)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.dtype == "float16")

@@ -86,9 +86,12 @@ class Drawing:
     def __init__(
         self, wanted: Sequence[Made], trained: bool, varying: frozenset[int] = frozenset()
     ) -> None:
-        self.wanted, self.trained, self._varying = wanted, trained, varying
+        self.wanted = wanted
+        self.trained = trained
+        self._varying = varying
         numbering = Numbering(calls_of(wanted))
-        self.leaves, self.numbers = numbering.leaves, tuple(numbering.numbers)
+        self.leaves = numbering.leaves
+        self.numbers = tuple(numbering.numbers)
         self.runs = [leaf for leaf in self.leaves if isinstance(leaf, Run)]
         self.tensors: list[Tensor] = []
         self.sizes: list[int] = []
@@ -197,7 +200,8 @@ class Drawing:
         return Drawn(module, fakes, mode, names)
 
     def _symbols(self, env: Any) -> tuple[list[str], list[Any]]:
-        names, sizes = [], []
+        names = []
+        sizes = []
         for i, size in enumerate(self.sizes):
             source = ConstantSource(f"size{i}")
             symbol = env.create_symbol(size, source, DimDynamic.DYNAMIC, None)

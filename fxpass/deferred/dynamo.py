@@ -41,7 +41,8 @@ def opaque(cls: T) -> T:
         if isinstance(member, (staticmethod, classmethod)):
             setattr(cls, name, type(member)(hidden(member.__func__)))
         elif isinstance(member, property):
-            get, put = member.fget, member.fset
+            get = member.fget
+            put = member.fset
             setattr(cls, name, property(get and hidden(get), put and hidden(put)))
         elif inspect.isfunction(member):
             member.__name__ = name  # Dynamo looks up by this name which method of torch it replaces

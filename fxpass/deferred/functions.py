@@ -90,7 +90,8 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     likes = {records[id(t)]: _like(t._part.like, t, t._part.trained) for t in given}
     operands = [s for s in call.sources if isinstance(s, PlainOperand)]
     likes |= {s: _like(s.tensor, s.tensor, s.tensor.requires_grad) for s in operands}
-    layout, size = layout_of(call, likes), min(t.nbytes for t in given)
+    layout = layout_of(call, likes)
+    size = min(t.nbytes for t in given)
     call = _of_one_program(call, layout, given)
     if layout.written is not None:
         like, at = layout.written
@@ -126,10 +127,8 @@ def _of_one_program(call: Call, layout: Layout, given: Sequence[Deferred]) -> Ca
     gradient of them is asked for."""
     if layout.written is not None or layout.shown or layout.cast:
         return call
-    buffers, no_gradients = (
-        [t._part.buffer for t in given],
-        not any(r.trained for r in layout.results),
-    )
+    buffers = [t._part.buffer for t in given]
+    no_gradients = not any(r.trained for r in layout.results)
     found: dict[int, Source] = {}
     for s in call.sources:
         if not isinstance(s, PlainOperand) or (s.tensor.requires_grad and not no_gradients):
@@ -236,7 +235,8 @@ def _later(made: Made, layout: Like, make: Make) -> Deferred:
     """Deferred logits that a call makes."""
     run: Any = Later(made, layout)
     part = BufferView(Buffer(run, run.device, run.like), run.like)
-    part.record, part.trained = made, layout.trained
+    part.record = made
+    part.trained = layout.trained
     return make(part, run.given if layout.trained else ())
 
 
@@ -248,7 +248,8 @@ def _remember(made: Any, call: Call, layout: Layout, arguments: Sequence[Any]) -
     for i, t in enumerate(tensors):
         if isinstance(t, Deferred) and not any(t is a for a in arguments):
             part = t._computes
-            part.record, part.trained = Made(call, i), layout.results[i].trained
+            part.record = Made(call, i)
+            part.trained = layout.results[i].trained
 
 
 def _check_written(written: Sequence[Deferred]) -> None:

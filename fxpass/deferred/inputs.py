@@ -115,7 +115,8 @@ class quiet:  # noqa: N801, used as a function
     def __enter__(self) -> None:
         modes = _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
         self._modes = _disable_current_modes() if modes else nullcontext()
-        self._autocast, self._autograd = torch._C._DisableAutocast(), torch._C._InferenceMode(False)
+        self._autocast = torch._C._DisableAutocast()
+        self._autograd = torch._C._InferenceMode(False)
         self._autocast.__enter__()
         self._autograd.__enter__()  # its end restores the grad mode too
         torch._C._set_grad_enabled(False)

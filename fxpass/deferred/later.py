@@ -34,7 +34,9 @@ class Later:
     """
 
     def __init__(self, made: Made, layout: Like) -> None:
-        self.made, self.like, self.device = made, layout.like, layout.device
+        self.made = made
+        self.like = layout.like
+        self.device = layout.device
         self.leaves = leaves_of(calls_of([made]))
         self.roots = [leaf for leaf in self.leaves if isinstance(leaf, Run)]
         self.recipe = replace(self.roots[0].recipe, rows=(), requires_grad=layout.trained)

@@ -168,7 +168,8 @@ def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) ->
 
 def _fake(like: Like) -> Tensor:
     of = like.like
-    shape, strides = of.shape, of.stride()
+    shape = of.shape
+    strides = of.stride()
     if not like.trained:
         return torch.empty_strided(shape, strides, dtype=of.dtype, device=like.device)
     with torch.enable_grad():  # no leaf, nor a view of one: a function may write to it

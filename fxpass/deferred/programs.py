@@ -87,7 +87,9 @@ class Programs:
         least: float,
         tell: Callable[[GraphModule, Sequence[Rewritten]], None],
     ) -> None:
-        self.least, self._make, self._tell = least, make, tell
+        self.least = least
+        self._make = make
+        self._tell = tell
         self._known: OrderedDict[Any, _Alike] = OrderedDict()
 
     def __call__(self, wanted: Sequence[Made], trained: bool, line: str) -> list[Tensor]:
@@ -157,7 +159,8 @@ class Programs:
     def _compiled(self, drawing: Drawing, varies: bool, line: str) -> tuple[Drawn, Compiled]:
         try:
             drawn = drawing.drawn(varies, line)
-            context, rows = TracingContext(drawn.mode), self._make()
+            context = TracingContext(drawn.mode)
+            rows = self._make()
             with torch.set_grad_enabled(drawing.trained), tracing(context):
                 run = rows.backend()(drawn.module, drawn.fakes)
         except Stop:

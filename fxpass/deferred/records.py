@@ -90,7 +90,9 @@ class Call:
     def applied(self) -> Callable[..., list[Tensor]]:
         """The function, in the modes of the call; it returns the tensors of the results, and refers
         to none of the arguments."""
-        function, grad, dtype = self.function, self.grad, self.autocast
+        function = self.function
+        grad = self.grad
+        dtype = self.autocast
 
         def run(*args: Any, **kwargs: Any) -> list[Tensor]:
             given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -220,7 +222,8 @@ class Numbering:
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self.leaves, self.numbers = leaves_of(calls), list[float]()
+        self.leaves = leaves_of(calls)
+        self.numbers = list[float]()
         self._leaf = {id(leaf): i for i, leaf in enumerate(self.leaves)}
         self._call = {call: i for i, call in enumerate(calls)}
         lines = [tuple(self._line(call)) for call in calls]

@@ -94,7 +94,8 @@ class Run:
         self.trained = tuple(
             recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
         )
-        self.answered, self.seen = False, False
+        self.answered = False
+        self.seen = False
         self.hooks: list[Callable[..., Any]] = []
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None
@@ -145,7 +146,8 @@ class Run:
         # where nothing is computed again, eager's backward reads the same; but FSDP refills memory
         bits = not self.recipe.hidden or is_distributed()
         with quiet():
-            inputs, rows = self.checked(read, bits), self.recipe.rows
+            inputs = self.checked(read, bits)
+            rows = self.recipe.rows
             parts = self._parts(inputs, wanted, grad)
             for some, of_logits in parts:
                 for i, new in zip(wanted, self._of_part(some, wanted, of_logits), strict=True):
@@ -181,7 +183,8 @@ class Run:
         """Parts of the rows of the inputs and of the logits' gradient. Autograd keeps several
         copies of the logits that it computes from; one part has all rows, if it computes none, or
         the sums of the parts' gradients take more memory than that saves."""
-        rows, v = self.recipe.rows, grad.shape[-1]
+        rows = self.recipe.rows
+        v = grad.shape[-1]
         of_sums = sum(
             inputs[i].numel() * (inputs[i].itemsize + compute_dtype(inputs[i].dtype).itemsize)
             for i in wanted

@@ -51,7 +51,8 @@ class Seen:
         same = t.untyped_storage()._cdata == self.storage.cdata
         if not same or self.versions != _versions(t, self.made):
             return None
-        made, layout = self.made, _layout(t)
+        made = self.made
+        layout = _layout(t)
         if layout != self.layout:
             if (step := _step(layout, self.layout)) is None:
                 return None
@@ -99,7 +100,8 @@ def _strides(t: Tensor) -> tuple[int, ...]:
 
 def _step(layout: Layout, whole: Layout) -> tuple[object, tuple[object, ...]] | None:
     """The view that has a layout, of a tensor of another: its shape, or a part of a dimension."""
-    (shape, strides, first), (sizes, steps, start) = layout, whole
+    shape, strides, first = layout
+    sizes, steps, start = whole
     if math.prod(shape) == math.prod(sizes) and first == start:
         dense = (strides, steps) == (_dense(shape), _dense(sizes))
         return (torch.reshape, (shape,)) if dense else None
@@ -118,5 +120,6 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _called(function: object, made: Made, *args: object) -> Made:
-    grad, autocast = made.call.grad, made.call.autocast
+    grad = made.call.grad
+    autocast = made.call.autocast
     return Made(Call(function, (made, *args), {}, grad, autocast), 0)

@@ -164,7 +164,9 @@ class DeferredLogits(Deferred):
             device=part.buffer.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
-        self._computes, self._view, self._is_root = part, None, False
+        self._computes = part
+        self._view = None
+        self._is_root = False
         return self
 
     @classmethod
@@ -193,7 +195,8 @@ class DeferredLogits(Deferred):
 
     @property
     def _part(self) -> BufferView:
-        part, view = self._computes, self._view
+        part = self._computes
+        view = self._view
         if len({memory_of(t) for t in (view, part.value) if t is not None}) == 2:
             raise _refused(ASSIGNED)  # in compiled code
         return part
@@ -203,7 +206,8 @@ class DeferredLogits(Deferred):
         """A plain view, for autograd too, for the next graph of torch.compile: it shares values,
         gradients, hooks and version counter. Always the same object. Computes the values."""
         value = self._part.materialise()
-        plain, base = self._view, super()._base
+        plain = self._view
+        base = super()._base
         if plain is None or plain.requires_grad != self.requires_grad:
             value = value.detach()
             if isinstance(base, DeferredLogits) and not self.requires_grad:
@@ -243,7 +247,9 @@ class DeferredLogits(Deferred):
 
     def become(self, other: DeferredLogits) -> None:
         torch._C._swap_tensor_impl(self, other)
-        self._computes, self._view, self._is_root = other._computes, None, other._is_root
+        self._computes = other._computes
+        self._view = None
+        self._is_root = other._is_root
 
     def _leaf(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; with ``alias`` it shares the memory of all views."""

@@ -89,7 +89,8 @@ class Buffer:
                 if picked is None:
                     return _copied(before, like)
                 return take(before, picked).to(like.dtype)
-            run, rows = self.run, self.rows
+            run = self.run
+            rows = self.rows
             assert run
             if rows is not None and picked is not None:
                 rows = rows[picked]
@@ -131,7 +132,8 @@ class Buffer:
             assert part.value is not None
             with quiet():  # values that the user has seen must not change by a bit
                 part.value = _shown(value, part.like).copy_(part.value)
-        self.run, self.seen = None, []
+        self.run = None
+        self.seen = []
         return value
 
 
@@ -139,7 +141,9 @@ class BufferView:
     """A view of a buffer: its layout on the meta device, and its values when they are computed."""
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
-        self.buffer, self.like, self.value = buffer, like, value
+        self.buffer = buffer
+        self.like = like
+        self.value = value
         # how functions of the program made it, and whether that has a gradient
         self.record: Any = None
         self.trained = False
@@ -155,7 +159,8 @@ class BufferView:
     @property
     def is_alone(self) -> bool:
         """Whether it is the whole of its buffer, and there is no other part of it."""
-        like, whole = self.like, self.buffer.like
+        like = self.like
+        whole = self.buffer.like
         with _parts_lock:
             others = any(part.buffer is self.buffer and part is not self for part in list(_parts))
         return not others and (like.shape, like.stride()) == (whole.shape, whole.stride())
@@ -183,7 +188,9 @@ class BufferView:
         self, dtype: torch.dtype, memory_format: torch.memory_format | None
     ) -> BufferView | None:
         """A copy in another dtype; computes nothing. None if ``self`` is computed."""
-        buffer, part, run = self.buffer, self.like, self.run
+        buffer = self.buffer
+        part = self.like
+        run = self.run
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
         rows = None
         picked = buffer.rows_of(part)
@@ -264,7 +271,8 @@ def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> BufferView
     """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
-    like, rows = run.like, None
+    like = run.like
+    rows = None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
     return BufferView(Buffer(run, run.device, like, rows), like)

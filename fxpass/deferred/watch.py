@@ -82,7 +82,8 @@ def note(run: Run | None) -> None:
     it computes those whose loss was fused."""
     if run is None or run.inputs is None:
         return
-    line, why = calling_line(), getattr(_why, "text", "")
+    line = calling_line()
+    why = getattr(_why, "text", "")
     if run.recipe.requires_grad:
         text = _COMPUTED.format(line, _layout(run), run.recipe.source, why)
         warn_once(log, "deferred logits", text)

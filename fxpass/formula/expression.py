@@ -105,13 +105,16 @@ def text(expr: Expr) -> str:
 
 
 # Precedence of an operation, and of the one around it.
-SUM, PRODUCT, ATOM = 0, 1, 2
+SUM = 0
+PRODUCT = 1
+ATOM = 2
 
 
 class Printer:
     """Prints expressions in their text form. Its methods return a text and its precedence."""
 
-    space, lowest = "", "-inf"
+    space = ""
+    lowest = "-inf"
     names: Mapping[str, str] = {}
 
     def text(self, expr: Any, level: int = SUM) -> str:
@@ -134,10 +137,12 @@ class Printer:
             return out, SUM if out.startswith("-") else PRODUCT
         if isinstance(expr, sympy.Pow):
             return self.power(expr.base, expr.exp)
-        name, lowest = type(expr).__name__, isinstance(expr, Where) and sympy.S.NegativeInfinity
+        name = type(expr).__name__
+        lowest = isinstance(expr, Where) and sympy.S.NegativeInfinity
         args = [self.lowest if arg is lowest else self.text(arg) for arg in expr.args]
         if isinstance(expr, Where):
-            name, (x, y, *branches) = "where", args
+            name = "where"
+            x, y, *branches = args
             x, y, symbol = (y, x, expr.mirrored) if expr.args[0].is_number else (x, y, expr.symbol)
             args = [f"{x}{space}{symbol}{space}{y}", *branches]
         elif name not in FUNCTIONS or FUNCTIONS[name].symbolic is not type(expr):
@@ -268,7 +273,8 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
     if isinstance(expr, sympy.Mul):
         number, product = expr.as_coeff_Mul()
         first, *factors = sorted(sympy.Mul.make_args(product), key=_is_symbol)
-        out, mine = _evaluate(first, z, values), not _is_symbol(first)
+        out = _evaluate(first, z, values)
+        mine = not _is_symbol(first)
         numbers = [float(number)] * (number != 1)
         for other in (*(_evaluate(factor, z, values) for factor in factors), *numbers):
             out = out.mul_(other) if mine and out.shape == z.shape else out * other
@@ -295,7 +301,8 @@ def _sum(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torc
     number, rest = expr.as_coeff_Add()
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(rest)]
     (factor, first), *others = sorted(terms, key=lambda term: _is_symbol(term[1]))
-    out, mine = _evaluate(first, z, values), not _is_symbol(first)
+    out = _evaluate(first, z, values)
+    mine = not _is_symbol(first)
     if number != 0:
         place = out if mine and out.shape == z.shape else None
         out = torch.add(_scalar(float(number), z), out, alpha=float(factor), out=place)
@@ -305,7 +312,8 @@ def _sum(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torc
         mine = True
     for factor, term in others:
         add = out.add_ if mine and out.shape == z.shape else out.add
-        out, mine = add(_evaluate(term, z, values), alpha=float(factor)), True
+        out = add(_evaluate(term, z, values), alpha=float(factor))
+        mine = True
     return out
 
 

@@ -50,7 +50,8 @@ class Where(sympy.Function):
     """``a`` where the subclass's comparison of ``x`` with ``y`` holds, else (and for nan) ``b``."""
 
     nargs = 4
-    symbol, mirrored = "", ""
+    symbol = ""
+    mirrored = ""
     holds: Callable[[Any, Any], Any]  # the comparison, on numbers or tensors
 
     @classmethod
@@ -70,14 +71,16 @@ class Where(sympy.Function):
 class Less(Where):
     """``where(x<y,a,b)``."""
 
-    symbol, mirrored = "<", ">"
+    symbol = "<"
+    mirrored = ">"
     holds = staticmethod(operator.lt)
 
 
 class AtMost(Where):
     """``where(x<=y,a,b)``."""
 
-    symbol, mirrored = "<=", ">="
+    symbol = "<="
+    mirrored = ">="
     holds = staticmethod(operator.le)
 
 

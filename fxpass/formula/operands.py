@@ -100,7 +100,8 @@ class Outputs(NamedTuple):
 
 def empty(operands: Operands, spec: Reductions) -> Outputs:
     """Uninitialised outputs, also of fake operands."""
-    n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
+    n = operands.x.shape[0]
+    dtype = compute_dtype(operands.x.dtype)
     new = operands.x.new_empty
     found = dict.fromkeys(Outputs._fields, new((0, 0), dtype=dtype))
     if spec.keeps_lse:

@@ -48,11 +48,13 @@ class Moment:
 TOTAL = Moment(1, 0)
 
 # The other outputs: rows of floats, and rows of class indices.
-ROWS, INDICES = ("lse", "pick", "at", "max"), ("argmax",)
+ROWS = ("lse", "pick", "at", "max")
+INDICES = ("argmax",)
 OF_PICKS = ("pick", "at")  # K rows each
 OF_SOFTMAX = ("lse", "pick")
 # The outputs, beside moments, that have gradients; the operands that may have one.
-TRAINED, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
+TRAINED = ("lse", "pick", "at")
+PRODUCTS = ("x", "weight", "bias")
 Output = Moment | str
 
 

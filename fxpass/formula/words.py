@@ -60,6 +60,7 @@ class _Words(Printer):
         if number == exact(float(number)):
             return super().product(number, rest)
         if 1 / number == exact(float(1 / number)):
-            sign, divisor = "-" * bool(number < 0), self.number(abs(1 / number))[0]
+            sign = "-" * bool(number < 0)
+            divisor = self.number(abs(1 / number))[0]
             return f"{sign}{self.text(rest, PRODUCT)}/{divisor}"
         return f"{self.number(number)[0]}*{self.text(rest, PRODUCT)}"

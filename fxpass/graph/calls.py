@@ -136,7 +136,9 @@ def _schemas(name: str) -> list[Any]:
 
 
 def _of_schema(schema: Any) -> Overload:
-    parameters, writes, positional = {}, set(), 0
+    parameters = {}
+    writes = set()
+    positional = 0
     for argument in schema.arguments:
         name = _NAMES.get(argument.name, argument.name)
         default = argument.default_value if argument.has_default_value() else REQUIRED
@@ -160,7 +162,8 @@ def _of_signature(function: Any) -> tuple[Overload, ...]:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ()
-    parameters, positional = {}, 0
+    parameters = {}
+    positional = 0
     for parameter in found:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return ()

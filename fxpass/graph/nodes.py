@@ -20,7 +20,8 @@ class NoMatch(Exception):  # noqa: N818
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
-        self.node, self.reason = node, reason
+        self.node = node
+        self.reason = reason
 
     @classmethod
     def at(cls, node: Node, what: str) -> NoMatch:

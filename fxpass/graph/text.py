@@ -37,9 +37,11 @@ def _line(node: Node) -> str:
         return f"return {_argument(node.args[0])}"
     call = {"placeholder": "input", "get_attr": str(node.target)}.get(node.op)
     if call is None:
-        given, named = node.args, {**getattr(node.target, "keywords", {}), **node.kwargs}
+        given = node.args
+        named = {**getattr(node.target, "keywords", {}), **node.kwargs}
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten":
-            given, named = (), _operands(node)
+            given = ()
+            named = _operands(node)
         texts = [v for v in named.values() if isinstance(v, str) and "; %" in v]
         named = {k: v for k, v in named.items() if v not in texts}
         parts = [*map(_argument, given), *(f"{k}={_argument(v)}" for k, v in named.items())]

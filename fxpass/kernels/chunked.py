@@ -63,13 +63,15 @@ class LogitsSlice(NamedTuple):
 
 def chunks(operands: Operands, rows: int) -> list[LogitsSlice]:
     """Divides the rows, ``rows`` at a time."""
-    n, v = len(operands.x), len(operands.weight)
+    n = len(operands.x)
+    v = len(operands.weight)
     return [LogitsSlice(slice(i, min(i + rows, n)), slice(0, v)) for i in range(0, n, rows or 1)]
 
 
 def slices(operands: Operands, classes: int) -> list[LogitsSlice]:
     """Divides the classes, ``classes`` at a time; none if there are no rows."""
-    n, v = len(operands.x), len(operands.weight)
+    n = len(operands.x)
+    v = len(operands.weight)
     starts = range(0, v if n else 0, classes)
     return [LogitsSlice(slice(0, n), slice(i, min(i + classes, v))) for i in starts]
 
@@ -92,7 +94,8 @@ def logits_of(operands: Operands, part: LogitsSlice, buffer: Tensor) -> Tensor:
     """A part of the linear's output, in its place in the buffer."""
     rows, classes = part
     out = part.of(buffer)
-    x, bias = operands.x[rows], operands.bias
+    x = operands.x[rows]
+    bias = operands.bias
     for some in gemms_of(part, x.dtype):
         z = out[:, some.start - classes.start : some.stop - classes.start]
         weight = operands.weight[some]
@@ -128,7 +131,9 @@ def dtypes_of(
     chunk the weight's, to the dtype of the operand, but f32 for fp16; from ``sliced`` classes the
     weight's and the bias's, to the dtypes of their operands. Unrounded gradients are f32.
     """
-    x, weight, bias = operands.x, operands.weight, operands.bias
+    x = operands.x
+    weight = operands.weight
+    bias = operands.bias
     once: dict[str, torch.dtype] = {}
     if len(parts) == 1 or plan.rounded:
         once["weight"] = gradient_dtype(x.dtype)
@@ -161,8 +166,12 @@ class Gradients:
         factor: float,
         unscale: Tensor | None = None,
     ):
-        x, weight = operands.x, operands.weight
-        self._x, self._weight, self._factor, self._unscale = x, weight, factor, unscale
+        x = operands.x
+        weight = operands.weight
+        self._x = x
+        self._weight = weight
+        self._factor = factor
+        self._unscale = unscale
         shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
         # the first part overwrites the gradients, if there is one
         new = x.new_empty if len(x) else x.new_zeros
@@ -176,7 +185,8 @@ class Gradients:
             if self._unscale is not None:
                 total.mul_(self._unscale)
             (bias.add_ if rows.start else bias[classes].copy_)(total)
-        x, weight = self.found.get("x"), self.found.get("weight")
+        x = self.found.get("x")
+        weight = self.found.get("weight")
         for place in gemms(part, g):
             few = g[:, place.start - classes.start : place.stop - classes.start]
             if x is not None:  # the first classes overwrite
@@ -202,7 +212,8 @@ def gemms(part: LogitsSlice, g: Tensor) -> list[slice]:
     fewer at a time where they are copied to f32."""
     if mixed_gemm(g):
         return gemms_of(part, g.dtype)
-    first, last = part.classes.start, part.classes.stop
+    first = part.classes.start
+    last = part.classes.stop
     starts = range(first, last, UPCAST_CLASSES)
     return [slice(i, min(i + UPCAST_CLASSES, last)) for i in starts]
 

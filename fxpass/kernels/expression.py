@@ -117,7 +117,8 @@ _BUILT_IN = ("where", "exp", "log", "abs")
 class _Triton(Printer):
     """Prints expressions of f32 numbers in Triton."""
 
-    space, lowest = " ", '-float("inf")'
+    space = " "
+    lowest = '-float("inf")'
     names = {name: f"tl.{name}" for name in _BUILT_IN} | {"sqrt": "tl.sqrt_rn"}
 
     def written(self, expr: Any) -> tuple[str, int]:

@@ -41,7 +41,8 @@ def weighted_sums(
     column = (number % pieces * BLOCK)[:, None] + within[None, :]
     there = (number < count)[:, None] & (column < columns)
     words = tl.load(bits + start[:, None] + column * stride, mask=there, other=0).to(tl.int64)
-    low, high = tl.load(factors + within)[None, :], tl.load(factors + BLOCK + within)[None, :]
+    low = tl.load(factors + within)[None, :]
+    high = tl.load(factors + BLOCK + within)[None, :]
     tl.store(out + number, tl.sum(words * low + (words >> 32) * high, 1), mask=number < count)
 
 
@@ -57,7 +58,8 @@ def sums(bits: Tensor, factors: Tensor) -> Tensor:
     bits = bits[(None,) * (3 - bits.dim())]
     outer, rows, columns = bits.shape
     block = factors.shape[1]
-    pieces, many = -(-columns // block), ELEMENTS // block
+    pieces = -(-columns // block)
+    many = ELEMENTS // block
     out = factors.new_empty(outer * rows * pieces)
     sizes = len(out), pieces, rows, columns, *bits.stride()
     launch: Any = weighted_sums[(-(-len(out) // many),)]

@@ -48,7 +48,8 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     both, so each logit is computed once. The dtypes are those of :func:`dtypes_of`."""
     out = empty(operands, spec)
     with on_device(operands.x.device):
-        coef, unscale = operands.coef, None
+        coef = operands.coef
+        unscale = None
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
         grads = _Launch(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
@@ -96,8 +97,13 @@ class _Launch:
         plan: Plan,
         forward: bool = True,
     ):
-        x, picks, scale, k = operands.x, operands.picks, operands.scale, operands.many
-        self.operands, self.spec, self.plan = operands, spec, plan
+        x = operands.x
+        picks = operands.picks
+        scale = operands.scale
+        k = operands.many
+        self.operands = operands
+        self.spec = spec
+        self.plan = plan
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
         if picks is not None:
@@ -124,7 +130,9 @@ class _Launch:
     ) -> dict[str, Tensor]:
         """The gradients, a part of the logits at a time; of slices of the classes, those of the
         weight and the bias are multiplied by ``unscale``."""
-        operands, x, dtypes = self.operands, self.operands.x, {}
+        operands = self.operands
+        x = self.operands.x
+        dtypes = {}
         if self.gradients:
             dtypes = dtypes_of(operands, self.spec, self.plan, parts, sliced)
         sums = Gradients(operands, dtypes, render.gradient_factor(self.spec), unscale)
@@ -141,7 +149,9 @@ class _Launch:
 
     def _launch(self, part: LogitsSlice, logits: Tensor) -> None:
         """Runs the kernel on a part of the logits, which may be overwritten with their gradient."""
-        kernel, (rows, classes), (n, v) = load(self.row.kernel), part, part.shape
+        kernel = load(self.row.kernel)
+        rows, classes = part
+        n, v = part.shape
         given = {"logits": logits}
         for name, t in self.of_classes.items():
             some = t[classes] if t.dim() == 1 else t[rows, classes]

@@ -83,7 +83,8 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
     outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
     :class:`Features`."""
-    f, backward = Features(**present), not forward or bool(spec.total)
+    f = Features(**present)
+    backward = not forward or bool(spec.total)
     module = rendered(
         **{"GAIN": gain(spec), "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
         LOG2_E=math.log2(math.e),
@@ -156,7 +157,9 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     sums = {moment: Symbol(_name(moment, kind="s")) for moment in raw(list(outputs))}
     count = sums[Moment(0, 0)] = Symbol("s00")  # of the classes in the blocks before
     for moment in sums:
-        a, b, weight = moment.a, moment.b, moment.weight
+        a = moment.a
+        b = moment.b
+        weight = moment.weight
         shift = Symbol("shift" if a else "gap")
         grown = expression.text(shifted(moment, sums, shift, Symbol("decay")))
         if not a and b > 1:
@@ -173,7 +176,8 @@ def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
     """The sums of the first pass, and the outputs."""
     read = (*spec.outputs, *spec.total)
     sums = {m: Symbol(_name(m, kind="s")) for m in raw(read)}
-    log, inverse = Symbol("log_s"), Symbol("inverse")
+    log = Symbol("log_s")
+    inverse = Symbol("inverse")
 
     def value(output: Output) -> str:
         return _name(output) if isinstance(output, Moment) else _VALUES[output]
@@ -194,7 +198,8 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
     outputs = spec.total or (() if forward else spec.rows)
     names = {o: _name(o) for o in (*outputs, *spec.for_slopes)}
-    terms, sigmas = Terms(), {o: Symbol(name) for o, name in names.items()}
+    terms = Terms()
+    sigmas = {o: Symbol(name) for o, name in names.items()}
     for output in outputs if spec.gradients else ():
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
         terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
@@ -215,7 +220,9 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
 
 def _slope(terms: Terms) -> str:
     """The slope of a logit, from its coefficients; a block if each class has the same."""
-    log, softmax, found = Symbol("l"), Symbol("p"), []
+    log = Symbol("l")
+    softmax = Symbol("p")
+    found = []
     for (a, weight), polynomial in terms.coefficients.items():
         powers = ((_name(Moment(a, b, weight), kind="c"), log**b) for b in polynomial)
         sums = sympy.Add(*(Symbol(name) * power for name, power in powers))
@@ -228,14 +235,17 @@ def _slope(terms: Terms) -> str:
 
 def _places(outputs: Iterable[Output], several: bool) -> list[tuple[Output, str, str]]:
     """The row of each output, and the mask of its picks; ``several``: a pick has K rows."""
-    found, rows, picked = [], 0, 0
+    found = []
+    rows = 0
+    picked = 0
     for output in outputs:
         many = several and output in OF_PICKS
         of_picks = [{1: "K"}.get(picked, f"{picked} * K")] * (picked > 0)
         place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *["k"] * many])
         mask = ", mask=k < K" * many
         found.append((output, f"({place})" if " " in place else place, mask))
-        rows, picked = rows + (not many), picked + many
+        rows = rows + (not many)
+        picked = picked + many
     return found
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 # Elements of a block, and blocks of a program: so few programs start and end where the factor is 1.
 # (The interpreter of Triton 3.6 cannot loop to a number that the program computes.)
-BLOCK, BLOCKS = 4096, 16
+BLOCK = 4096
+BLOCKS = 16
 
 
 @triton.jit

@@ -78,6 +78,7 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
 
 def _largest(operands: Operands, slope: Any) -> Tensor:
     """An upper bound ``[N]`` of a slope's absolute value; what has none counts as 1."""
-    bound, ones = largest(slope), operands.x.new_ones(operands.x.shape[0], dtype=torch.float32)
+    bound = largest(slope)
+    ones = operands.x.new_ones(operands.x.shape[0], dtype=torch.float32)
     given = {f"given{i}": operands.given[i].float().abs().amax(-1) for i in given_in(bound)}
     return evaluate(bound, ones, given)

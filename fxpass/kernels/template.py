@@ -52,7 +52,8 @@ def without_unread(module: str) -> str:
     for i in range(len(lines) - 1, 0, -1):
         if i in gone and lines[i - 1].lstrip().startswith("#"):
             gone.add(i - 1)
-    left, start = ["" if i in gone else line for i, line in enumerate(lines)], kernel.body[0].lineno
+    left = ["" if i in gone else line for i, line in enumerate(lines)]
+    start = kernel.body[0].lineno
     # one empty line in place of several, and none at the end
     body = re.sub(r"^\n+", "\n", "".join(left[start - 1 :]), flags=re.M).rstrip("\n")
 

@@ -41,7 +41,8 @@ def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
     classes = [s for s in symbols_of(rest) if has_classes(s)]
     scale, transform = rest.as_independent(*classes, as_Add=False)
     number = scale.as_coeff_Mul()[0]
-    scale, transform = scale / number, number * transform
+    scale = scale / number
+    transform = number * transform
     reads = transform.has(Z) and of_operands_alone(transform)
     rows = {s for s in symbols_of(scale) if isinstance(s, RowOperand)}
     if not reads or symbols_of(scale) - rows:

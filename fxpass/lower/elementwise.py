@@ -43,7 +43,8 @@ from fxpass.lower.sums import summed
 
 def _same(found: Reading, node: Node) -> Classes:
     """The same elements, in a dtype that is floating point."""
-    (source, *_), example = node.all_input_nodes, node.meta["val"]
+    source, *_ = node.all_input_nodes
+    example = node.meta["val"]
     before = source.meta["val"]
     wide = ([s for s in sizes_of(n) if not same(s, 1)] for n in (source, node))
     if not alike(*wide):
@@ -81,7 +82,8 @@ def pointwise(found: Reading, node: Node) -> Classes:
         raise Unknown(f"{name or node.target} of logits is not known")
     given = {"x": node.args[0]} if name == "positive" else arguments(node)
     tensors = [t for t in given.values() if isinstance(t, Node) and t in found.classes]
-    example, whole = example_of(node), example_of(tensors[0])
+    example = example_of(node)
+    whole = example_of(tensors[0])
     if not alike(example.shape, whole.shape):
         raise Unknown("repeats the logits")
     if example.dtype == torch.float64 != whole.dtype:
@@ -167,7 +169,8 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
         raise Unknown("has a number that varies")
     if argument in found.classes:
         return found.classes[argument].expr
-    shape, sizes = sizes_of(argument), list(whole.shape)
+    shape = sizes_of(argument)
+    sizes = list(whole.shape)
     if (number := _number(argument)) is not None:
         return number
     aligned = [1] * (len(sizes) - len(shape)) + shape
@@ -253,7 +256,8 @@ _SAME_VALUES += ("reshape", "_unsafe_view")
 
 def _keeps(source: Node, node: Node) -> bool:
     """Whether a cast keeps numbers, or rounds them: not from 2.7 to 2, nor to True."""
-    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    old = source.meta["val"].dtype
+    new = node.meta["val"].dtype
     return new.is_floating_point or new == old or old == torch.bool
 
 
@@ -262,14 +266,17 @@ def _given(node: Node) -> tuple[int, Node | None]:
     is not smaller, and not made of smaller tensors."""
     sign = 1
     while node.op != "placeholder":
-        (source, *more) = [n for n in node.all_input_nodes if not reads_sizes(n)] or [node]
-        name, old, new = name_of(node), source.meta["val"], node.meta["val"]
+        source, *more = [n for n in node.all_input_nodes if not reads_sizes(n)] or [node]
+        name = name_of(node)
+        old = source.meta["val"]
+        new = node.meta["val"]
         floats = old.is_floating_point() and new.is_floating_point()
         wider = name == "_to_copy" and floats and old.itemsize <= new.itemsize
         if more or source is node or not (name in _SAME_VALUES or (name == "neg" and floats)):
             return sign, None
         if name == "_to_copy" and not wider:
             return sign, None
-        sign, node = -sign if name == "neg" else sign, source
+        sign = -sign if name == "neg" else sign
+        node = source
     shape = [size for size in sizes_of(node) if not same(size, 1)]
     return (sign, node) if len(shape) == 2 else (sign, None)

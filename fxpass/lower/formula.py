@@ -181,7 +181,8 @@ def _base(tables: Tables, exprs: Iterable[Any]) -> Base | None:
 
 def _read_outputs(found: Reading, exprs: Iterable[Any]) -> Iterable[Symbol]:
     """The symbols of outputs that expressions read, also through nodes."""
-    tables, seen = found.tables, set[Any]()
+    tables = found.tables
+    seen = set[Any]()
     todo: list[Any] = [s for e in exprs for s in symbols_of(e)]
     while todo:
         one = todo.pop()
@@ -208,7 +209,8 @@ def _read_outputs(found: Reading, exprs: Iterable[Any]) -> Iterable[Symbol]:
 def _frontier(found: Reading, results: Iterable[Node]) -> list[Node]:
     """The nodes of rows that results, or what stays in the graph, read."""
     frontier: dict[Node, None] = {}
-    todo, seen = list(results), set(results)
+    todo = list(results)
+    seen = set(results)
     while todo:
         node = todo.pop()
         if node in found.classes or node in found.pairs:
@@ -223,14 +225,16 @@ def _frontier(found: Reading, results: Iterable[Node]) -> list[Node]:
 
 def _check_sizes(found: Reading, logits: Node, ends: Iterable[Node]) -> None:
     """``Unknown`` if what stays in the graph makes a tensor about as large as the logits."""
-    todo, seen = [n for n in ends if n not in found.rows], set[Node]()
+    todo = [n for n in ends if n not in found.rows]
+    seen = set[Node]()
     while todo:
         node = todo.pop()
         if node in seen or node in found.rows or node.op == "placeholder":
             continue
         seen.add(node)
         todo += node.all_input_nodes
-        tensor, classes = isinstance(node.meta["val"], torch.Tensor), sizes_of(logits)[1]
+        tensor = isinstance(node.meta["val"], torch.Tensor)
+        classes = sizes_of(logits)[1]
         of_row = math.prod(s for s in sizes_of(node)[1:] if isinstance(s, int)) if tensor else 0
         large = isinstance(classes, int) and of_row > 1 and of_row * 8 > classes
         if large and name_of(node) not in VIEWED:
@@ -295,7 +299,8 @@ def _name(output: OfBase, positions: dict[Symbol, int]) -> tuple[Output, bool]:
     if isinstance(output, Summed):
         if output.weight is None:
             return output.moment, False
-        a, b = output.moment.a, output.moment.b
+        a = output.moment.a
+        b = output.moment.b
         return type(output.moment)(a, b, positions[output.weight]), False
     if isinstance(output, Picked):
         return "at" if output.logit else "pick", True

@@ -74,7 +74,8 @@ def _counts(node: Node, classes: Any) -> bool:
 
 
 def _is_of_rows(index: Node, like: Node) -> bool:
-    sizes, whole = sizes_of(index), sizes_of(like)
+    sizes = sizes_of(index)
+    whole = sizes_of(like)
     aligned = [1] * (len(whole) - len(sizes)) + sizes
     return all(same(s, whole[0] if i == 0 else 1) for i, s in enumerate(aligned))
 
@@ -83,8 +84,10 @@ def hot(found: Reading, node: Node, operand: Any) -> Classes:
     """The value of such a node; ``operand`` reads another argument as an expression."""
     if name_of(node) == "eq":
         return Classes(_symbol(found, _compared(node)))
-    given, dim = arguments(node), class_dim(node)
-    index, base = given["index"], operand(given["self"])
+    given = arguments(node)
+    dim = class_dim(node)
+    index = given["index"]
+    base = operand(given["self"])
     if given["dim"] % len(sizes_of(node)) != dim or given.get("reduce") is not None:
         raise Unknown("scatters along the rows")
     source = given["value"] if "value" in given else given["src"]

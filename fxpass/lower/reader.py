@@ -60,7 +60,8 @@ def _operand(found: Reading, node: Node) -> Any:
 
 
 def _of_classes(found: Reading, node: Node) -> None:
-    name, args = name_of(node) or getattr(node.target, "__name__", ""), list[Any](node.args)
+    name = name_of(node) or getattr(node.target, "__name__", "")
+    args = list[Any](node.args)
     if name == "sum" and args[1:2] == [[0]] and class_dim(args[0]) == 1:
         found.columns[node] = operand_of(found, node)
     elif name in REDUCTIONS:

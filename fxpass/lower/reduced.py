@@ -39,13 +39,15 @@ def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading,
 
 
 def _sum(found: Reading, node: Node) -> RowValues:
-    given, (source, *_) = arguments(node), node.all_input_nodes
+    given = arguments(node)
+    source, *_ = node.all_input_nodes
     dims = given["dim"]
     if dims is not None and sorted(d % len(sizes_of(source)) for d in dims) == [0, 1]:
         found.totals.add(node)  # over the rows, too
         dims = [1]
     like = operand_of(found, node, dims)
-    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    old = source.meta["val"].dtype
+    new = node.meta["val"].dtype
     if (new == torch.float64) != (old == torch.float64) or (
         old.is_floating_point and not new.is_floating_point
     ):
@@ -60,13 +62,15 @@ def _sum(found: Reading, node: Node) -> RowValues:
 
 
 def _gather(found: Reading, node: Node) -> RowValues:
-    given, index = arguments(node), node.args[2]
+    given = arguments(node)
+    index = node.args[2]
     like = operand_of(found, node, given["dim"])
     if not isinstance(index, Node) or index in found.rows or index in found.late:
         raise Unknown("picks a class that is computed from logits")
     if index in found.classes or given["sparse_grad"]:
         raise Unknown("has an index of another kind")
-    source, dim = node.all_input_nodes[0], class_dim(node.all_input_nodes[0])
+    source = node.all_input_nodes[0]
+    dim = class_dim(node.all_input_nodes[0])
     sizes = sizes_of(index)
     inside = [size for i, size in enumerate(sizes) if i not in (0, dim)]
     if not same(sizes[0], sizes_of(source)[0]) or not all(same(size, 1) for size in inside):
@@ -103,11 +107,13 @@ REDUCTIONS: dict[str, Callable[[Reading, Node], RowValues]] = {
 
 def of_rows(found: Reading, node: Node) -> RowValues | None:
     """The result of a call on rows, if it is arithmetic that may cancel, or a view."""
-    name, tables = name_of(node), found.tables
+    name = name_of(node)
+    tables = found.tables
     given = arguments(node) if name else {}
     first: Any = node.args[0]
     if name in _SAME_ROWS and first in found.rows and node.all_input_nodes[0] is first:
-        before, after = first.meta["val"], node.meta["val"]
+        before = first.meta["val"]
+        after = node.meta["val"]
         many = [s for s in sizes_of(first)[1:] if not same(s, 1)]
         if many != [s for s in sizes_of(node)[1:] if not same(s, 1)] or (
             before.dtype != after.dtype

@@ -147,9 +147,11 @@ def _picks(tables: Tables, expr: Any) -> dict[Picked, Expr]:
         if isinstance(symbol, SpreadOperand):
             if at_class != 1:
                 raise Unknown(f"`{term}` is no gradient of picks")
-            pick, each = Picked(tables.spread[symbol][0]), symbol
+            pick = Picked(tables.spread[symbol][0])
+            each = symbol
         else:
-            pick, each = Picked(tables.nodes[symbol]), sympy.Integer(1)
+            pick = Picked(tables.nodes[symbol])
+            each = sympy.Integer(1)
             if at_class != 1:
                 rows *= at(tables, Classes(at_class), pick.index)
         found[pick] = found.get(pick, sympy.Integer(0)) + rows * each

@@ -181,7 +181,8 @@ def at_class(base: Base, read: Any, expr: Any, logit: Any, log: Any) -> Expr:
     """An expression, which is ``read`` in logits and ``expr`` in the base's log-softmax, at a class
     with this logit and log-softmax. What is picked, and what is largest, are computed alike: a
     program may compare them."""
-    one, rows = Symbol("logit", real=True), expr
+    one = Symbol("logit", real=True)
+    rows = expr
     if expr.has(base.lse):  # of z, which is log + lse, the logit itself is picked: it is exact
         number, core = base.logit.as_coeff_Mul()
         rows = read.subs(core, one / number)

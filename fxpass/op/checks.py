@@ -21,7 +21,8 @@ NAME = "a head's reductions"
 def check(operands: Operands, spec: Reductions) -> None:
     """``ValueError`` for shapes, dtypes or devices that do not fit together."""
     x, weight, bias, scale, picks, given, coef = operands
-    tensors, device = (weight, bias, scale, picks, *given, coef), x.device
+    tensors = (weight, bias, scale, picks, *given, coef)
+    device = x.device
     if any(t is not None and t.device != device for t in tensors):
         every = {name: getattr(operands, name) for name in (*PRODUCTS, "scale", "picks")}
         every |= {f"given{i}": t for i, t in enumerate(given)} | {"coef": coef}
@@ -36,7 +37,9 @@ def check(operands: Operands, spec: Reductions) -> None:
             f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
             f"{weight.dtype}: cast one of them"
         )
-    n, v, dtype = x.shape[0], weight.shape[0], compute_dtype(x.dtype)
+    n = x.shape[0]
+    v = weight.shape[0]
+    dtype = compute_dtype(x.dtype)
     _check_shape("bias", bias, (v,))
     _check_shape("scale", scale, (n,))
     for i, tensor in enumerate(given):
@@ -80,7 +83,8 @@ def _check_shape(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) ->
 
 def check_picks(operands: Operands) -> None:
     """``IndexError`` for a pick that is no class; a device-side assertion on GPUs."""
-    picks, v = operands.picks, operands.weight.shape[0]
+    picks = operands.picks
+    v = operands.weight.shape[0]
     if picks is None or not v or not picks.numel():
         return
     if picks.device.type != "cpu":  # one launch, whose indices the device checks

@@ -35,7 +35,8 @@ BLOCK = 256  # words that are summed to one number
 # Words whose products are materialised at a time: they fit into a CPU core's cache, or fill
 # another device. PyTorch runs PER_CORE words on one core. Up to FEW_CORES cores are no faster than
 # one: they would synchronise hundreds of times, which is slow if another process is busy.
-PER_CORE, PER_DEVICE = 2**15 - BLOCK, 2**21
+PER_CORE = 2**15 - BLOCK
+PER_DEVICE = 2**21
 FEW_CORES = 4
 
 
@@ -53,7 +54,8 @@ class ReadOrder(NamedTuple):
     @staticmethod
     def of(t: Tensor) -> ReadOrder:
         """The fastest layout of a tensor."""
-        order, dense = tuple(range(t.dim())), t.is_contiguous()
+        order = tuple(range(t.dim()))
+        dense = t.is_contiguous()
         if not dense:
             order = tuple(sorted(order, key=t.stride, reverse=True))
             dense = t.permute(order).is_contiguous()

@@ -55,7 +55,8 @@ class Formulas:
     """
 
     def __init__(self, loop: Loop, split: Split) -> None:
-        self.loop, self.split = loop, split
+        self.loop = loop
+        self.split = split
         if len(split.heads) != 1 or len(split.groups) > 1:
             raise Unknown("has several heads")
         (self.head,) = split.heads
@@ -65,7 +66,9 @@ class Formulas:
 
     def _products(self) -> dict[str, int]:
         """The results of the loop that are gradients of the head's operands, by name."""
-        formula, split, found = self.formula, self.split, dict[str, int]()
+        formula = self.formula
+        split = self.split
+        found = dict[str, int]()
         for group in split.groups:
             if group.made != formula.gradient:
                 raise Unknown("multiplies another gradient")
@@ -87,7 +90,8 @@ class Formulas:
         return {name: found[name] for name in PRODUCTS if name in found}
 
     def _spec(self) -> Reductions:
-        formula, loop = self.formula, self.loop
+        formula = self.formula
+        loop = self.loop
         narrow = self.head.logits.dtype.itemsize < 4
         wide = compute_dtype(self.head.logits.dtype)
         unrounded = tuple(
@@ -167,7 +171,9 @@ class FormulaRun:
         bias: Tensor | None,
         inputs: Sequence[Tensor],
     ) -> None:
-        self.of, self.formula, self.spec = of, of.formula, of.spec
+        self.of = of
+        self.formula = of.formula
+        self.spec = of.spec
         self.dtype = compute_dtype(x.dtype)
         self.values = KnownValues(self.formula.found, inputs, x.shape[0], self.dtype, x.device)
         picks = [self.values.index(node) for node in self.formula.picks]
@@ -209,7 +215,8 @@ class FormulaRun:
     def results(self, runs: bool = True) -> dict[int, Tensor]:
         """The results of the loop, by number; uninitialised where no kernel ``runs``."""
         forward, backward = (of_head.forward, of_head.backward) if runs else (_empty, _none)
-        spec, operands = self.spec, self.operands
+        spec = self.spec
+        operands = self.operands
         if spec.total:
             operands = operands._replace(coef=self._incoming(spec.total))
         out, grads = forward(operands, spec)
@@ -242,7 +249,8 @@ class FormulaRun:
 
     def _incoming(self, outputs: Sequence[Output]) -> Tensor:
         """The incoming gradients of outputs, ``[lines, N]``."""
-        n, lines = self.operands.x.shape[0], list[Tensor]()
+        n = self.operands.x.shape[0]
+        lines = list[Tensor]()
         for output in outputs:
             exprs = self.formula.incoming[output]
             if output not in OF_PICKS:

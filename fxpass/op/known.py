@@ -44,8 +44,11 @@ class KnownValues:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.found, self.tables = found, found.tables
-        self.n, self.dtype, self.device = n, dtype, device
+        self.found = found
+        self.tables = found.tables
+        self.n = n
+        self.dtype = dtype
+        self.device = device
         self.outputs: dict[Symbol, Tensor] = {}
         first = next(iter(found.classes))
         places = first.graph.find_nodes(op="placeholder")[1:]

@@ -72,7 +72,8 @@ class Prepared:
     """
 
     def __init__(self, text: str, device: torch.device) -> None:
-        self.loop, self.device = Loop.parse(text), device
+        self.loop = Loop.parse(text)
+        self.device = device
         self.split: Split = split(self.loop)
         self.before = Interpreter(self.split.before, device)
         self.operands = Interpreter(self.split.operands, device)
@@ -96,7 +97,8 @@ class Prepared:
 
 def _fits(of: Prepared) -> bool:
     """Whether the results of a formula are those of the loop, as far as shapes tell."""
-    loop, sizes = of.loop, {"n": 6}
+    loop = of.loop
+    sizes = {"n": 6}
     for shape in (given.shape for given in loop.inputs):
         sizes |= {s: 11 + len(sizes) for s in shape if isinstance(s, str) and s not in sizes}
     shapes = [[sizes.get(s, s) for s in given.shape] for given in loop.inputs]  # pyright: ignore
@@ -113,7 +115,8 @@ def _fits(of: Prepared) -> bool:
 
 
 def _pairs(parts: Split) -> list[tuple[HeadOperands | None, Group | None]]:
-    left, found = list(parts.groups), list[tuple[HeadOperands | None, Group | None]]()
+    left = list(parts.groups)
+    found = list[tuple[HeadOperands | None, Group | None]]()
     for head in parts.heads:
         group = next((g for g in left if g.gradient == head.logits), None)
         left = [g for g in left if g is not group]
@@ -197,8 +200,11 @@ class _LoopRun:
         sizes: Mapping[str, int],
         index: Tensor | None = None,
     ) -> None:
-        self.of, self.sizes, self.index = of, sizes, index
-        loop, parts = of.loop, of.split
+        self.of = of
+        self.sizes = sizes
+        self.index = index
+        loop = of.loop
+        parts = of.split
         self.n = sizes["n"] if index is None else len(index)
         self.rows = [tensors[i] for i in loop.rows]
         self.invariants = of.before([t for i, t in enumerate(tensors) if i not in loop.rows])
@@ -224,10 +230,14 @@ class _LoopRun:
     # ------------------------------------------------------------ before the chunks
 
     def _planned(self, of_row: int) -> RegionPlan:
-        loop, heads, counted, actual = self.of.loop, [], 0, 0
+        loop = self.of.loop
+        heads = []
+        counted = 0
+        actual = 0
         for head, group in self.of.pairs:
             described = head.logits if head is not None else group.gradient  # pyright: ignore
-            v, dtype = self._size(described.shape[1]), described.dtype
+            v = self._size(described.shape[1])
+            dtype = described.dtype
             at = multiplied(self._like(dtype))
             sums = [t for t in group.tails if t.weight is None] if group is not None else []
             wide = all(loop.dtype(t.result) == compute_dtype(dtype) for t in sums)
@@ -259,7 +269,8 @@ class _LoopRun:
     def _place(self, i: int, several: bool) -> None:
         """Memory for a result."""
         loop = self.of.loop
-        shape, dtype = [self._size(s) for s in loop.results[i].shape], loop.dtype(i)
+        shape = [self._size(s) for s in loop.results[i].shape]
+        dtype = loop.dtype(i)
         whole = self.index is None or i in loop.sums
         new = torch.zeros if self.n == 0 or not whole else torch.empty
         if i not in loop.sums:
@@ -285,7 +296,8 @@ class _LoopRun:
 
     def formula_run(self, formula: Formulas) -> FormulaRun:
         """The run of all rows at once."""
-        every, (head,) = slice(0, self.n), self.of.split.heads
+        every = slice(0, self.n)
+        (head,) = self.of.split.heads
         operands = self.of.operands(self._some(self.rows, every))
         weight = self.invariants[head.weight].t()
         bias = None if head.bias is None else self.invariants[head.bias]
@@ -293,7 +305,8 @@ class _LoopRun:
         return FormulaRun(formula, operands[head.x], weight, bias, inputs)
 
     def _of_formula(self, formula: Formulas, runs: bool = True) -> list[Tensor]:
-        loop, found = self.of.loop, self.formula_run(formula).results(runs)
+        loop = self.of.loop
+        found = self.formula_run(formula).results(runs)
         seen = {t.untyped_storage()._cdata for t in (*self.rows, *self.invariants)}
         for i, made in found.items():
             if i in loop.sums or self.index is None:
@@ -363,7 +376,9 @@ class _LoopRun:
         """The products with a gradient, which is freed."""
         gradient = found[group.made]
         at = multiplied(gradient)
-        rows, sums, copied = [], [], []
+        rows = []
+        sums = []
+        copied = []
         for tail in group.tails:
             if tail.weight is not None:
                 out = self.places[tail.result]

@@ -93,7 +93,8 @@ def listed(tensors: Sequence[Tensor], text: str) -> Listed:
     loop = prepared(text, device)
     if loop.formula is None:
         return Listed(None, planned_for(loop, tensors, sizes))
-    operands, spec = operands_of(loop, tensors, sizes), loop.formula.spec
+    operands = operands_of(loop, tensors, sizes)
+    spec = loop.formula.spec
     n, d = operands.x.shape
     choice = loop.formula.choice(n, d, len(operands.weight), device)
     return Listed(choice, None, launches(spec, operands, gpu_for_listing(device)))
@@ -115,7 +116,8 @@ def _run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
 
 def _fake(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     loop = Loop.parse(text)
-    sizes, new = _sizes(loop, tensors), tensors[0].new_empty
+    sizes = _sizes(loop, tensors)
+    new = tensors[0].new_empty
     found = [
         new([sizes[s] if isinstance(s, str) else s for s in result.shape], dtype=loop.dtype(i))
         for i, result in enumerate(loop.results)

@@ -89,6 +89,7 @@ def trained(operands: Operands, spec: Reductions) -> dict[str, Tensor]:
 
 
 def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
-    x, weight = operands.x, operands.weight
+    x = operands.x
+    weight = operands.weight
     n, d, v = *x.shape, weight.shape[0]
     return plan(n, d, v, x.dtype, x.device, spec, operands.scale is not None, gradients)

@@ -55,7 +55,8 @@ def _scale(gradient: Tensor, factor: Tensor) -> None:
 def _multiply(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
     """Writes the product to ``out``, which may be the gradient."""
     if not gradient.dim():
-        gradient, out = gradient.view(1), out.view(1)
+        gradient = gradient.view(1)
+        out = out.view(1)
     on_cpu = gradient.device.type == "cpu"
     rows = len(gradient) if on_cpu else len(gradient) // 8 + 1  # a mask of some rows at a time
     if on_cpu and out.dtype != factor.dtype:

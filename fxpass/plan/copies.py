@@ -39,7 +39,8 @@ def of(spec: Reductions, scaled: bool, backward: bool) -> int:
 def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     """Copies for the sums; ``keep``: their exponentials may not overwrite the logits."""
     read = (*spec.outputs, *spec.total)
-    transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
+    transformed = int(spec.transform != Z)
+    value = _of_expression(spec.transform)
     moments = raw(read)
     # the terms of a sum, or the powers of one; its weights, and their product
     terms = int(keep or moments not in ((), (TOTAL,)))
@@ -51,13 +52,15 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
 
 def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     """Copies for the gradient of some outputs."""
-    transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
+    transformed = int(spec.transform != Z)
+    value = _of_expression(spec.transform)
     slope = _of_expression(expression.derivative(spec.transform)) if transformed else 0
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
     terms = 0
     if not of_one_softmax(outputs):
         weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
-        terms, slope = 3 + weighted, 1 + slope
+        terms = 3 + weighted
+        slope = 1 + slope
     return max(value, transformed + scaled + max(terms, slope))
 
 
@@ -74,7 +77,8 @@ def _copies(expr: Any) -> int:
     if expr.is_number:
         return 1
     joined = isinstance(expr, sympy.Add | sympy.Mul)
-    alive, most = 0, 1
+    alive = 0
+    most = 1
     for operand in expr.args:
         if operand.is_number:
             continue

@@ -41,23 +41,31 @@ MIB = 1 << 20
 
 # The default budget of a GPU: this share of its memory, within these bounds in bytes. 1 GiB holds
 # 4096 rows of Llama-3's logits in bf16.
-GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
+GPU_SHARE = 1 / 64
+GPU_BUDGET = (256 * MIB, 1024 * MIB)
 # The default budget of a CPU: this many rows of logits, within these bounds in bytes (twice the
 # upper bound in f64). A few hundred rows keep the GEMMs efficient, and each chunk costs one more
 # addition to the f32 gradient of the weight. But at most this part of all logits, or these bytes.
-CPU_ROWS, CPU_BUDGET = 256, (48 * MIB, 128 * MIB)
-CPU_PARTS, CPU_LEAST = 5, 16 * MIB
+CPU_ROWS = 256
+CPU_BUDGET = (48 * MIB, 128 * MIB)
+CPU_PARTS = 5
+CPU_LEAST = 16 * MIB
 # Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
 # Bytes of a block of logits in the compute dtype, transformed between two GEMMs in the caches.
 CACHED = 4 * MIB
 # Minimum sizes that are worth the overhead of an operation: elements of a block of logits,
 # elements of an operand, rows or classes of a tile, rows of a chunk.
-BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
+BLOCK = 1 << 14
+OPERAND = 1 << 18
+LEAST = 64
+LEAST_ROWS = 16
 # Parts of a GPU's logits by default, the rows (or classes) that keep its GEMMs efficient, and bytes
 # of a part that are worth its launches. On an H100, 4 chunks of 2048 x 128256 logits take 1.03 of
 # the time of one chunk, and half of its memory.
-FEW, EFFICIENT, FEW_BYTES = 4, 2048, 64 * MIB
+FEW = 4
+EFFICIENT = 2048
+FEW_BYTES = 64 * MIB
 # Chunks that add up a weight's gradient in bf16, at most, where the user sets the budget. Each GEMM
 # accumulates in f32 and rounds the sum so far once. The sum after k of K chunks has about
 # sqrt(k / K) of the size of the whole, so K chunks have the error of sqrt((1 + ... + K) / K) =
@@ -65,7 +73,8 @@ FEW, EFFICIENT, FEW_BYTES = 4, 2048, 64 * MIB
 # allowed.
 MOST_ROUNDED = 6
 # Rows of a tile at most, unless there are few classes; classes of a GPU's slice are multiples.
-TILE_ROWS, SLICE_CLASSES = 2048, 256
+TILE_ROWS = 2048
+SLICE_CLASSES = 256
 # Rows and classes are multiples of the GEMM kernels' tile sizes.
 ALIGNMENT = {"aten": 16, "triton": 64}
 # The Triton kernels pad a row of logits to a multiple of this many elements: a mask that ends
@@ -258,9 +267,11 @@ def _aten_tiled(run: _Request, allowed: int, in_place: bool = False) -> Plan:
     align = ALIGNMENT["aten"]
     vectors = _vectors(run, allowed)
     allowed = min(allowed, CPU_TILE * (1 + in_place)) - vectors
-    narrow, backward = m != a, bool(run.gradients)
+    narrow = m != a
+    backward = bool(run.gradients)
     operand = m * ((m != e) + (backward and narrow))
-    row, column = d * operand, d * (operand + a * (backward and e != a))
+    row = d * operand
+    column = d * (operand + a * (backward and e != a))
     cell = a * (1 + run.temporaries) + m * narrow
     rows = n
     if not in_place:
@@ -279,17 +290,21 @@ def _triton_chunked(run: _Request, allowed: int, beside_sums: int) -> Plan:
     """Chunks within the budget ``allowed``, or ``beside_sums`` where there are f32 sums too."""
     n, d, v = run[:3]
     e, a, _, g = run.bytes
-    align, by_user, least = ALIGNMENT["triton"], bool(run.spec.memory_mb), max(LEAST, BLOCK // v)
+    align = ALIGNMENT["triton"]
+    by_user = bool(run.spec.memory_mb)
+    least = max(LEAST, BLOCK // v)
     # ROCm may have to multiply f32 copies of some classes
     copies = 4 * min(v, UPCAST_CLASSES) if torch.version.hip and e < a else 0
-    row, copied = e * padded(v) + copies + (4 * d if copies else 0), copies * d
+    row = e * padded(v) + copies + (4 * d if copies else 0)
+    copied = copies * d
 
     def of(rows: int, sums: int = 0, rounded: bool = False) -> Plan:
         sums, rounded = (sums, rounded) if rows < n else (0, False)
         scratch = rows * row + copied
         return Plan("triton", "chunked", rows, v, scratch=scratch, sums=sums, rounded=rounded)
 
-    most, few = (allowed - copied) // row, max(few_parts(n), FEW_BYTES // row)
+    most = (allowed - copied) // row
+    few = max(few_parts(n), FEW_BYTES // row)
     if not run.sums:  # chunks add up in the gradient that is returned
         return of(parts(n, max(most if by_user else min(most, few), least), align))
     most_beside = (beside_sums - copied) // row

@@ -69,7 +69,8 @@ def plan(
     row function take at a time; ``memory_mb`` is the user's budget (0: the default);
     ``accumulate`` is as of :class:`fxpass.formula.reductions.Reductions`. The scratch is within the
     budget, unless the smallest chunk is larger, or few larger ones need no f32 sums."""
-    n, by_user = max(1, n), bool(memory_mb)
+    n = max(1, n)
+    by_user = bool(memory_mb)
     v = max(1, sum(head.v for head in heads))
     dtypes = [torch.float32, *(compute_dtype(head.dtype) for head in heads)]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)

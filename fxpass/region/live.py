@@ -37,7 +37,9 @@ _REDUCTIONS |= {aten.min, aten.any, aten.all, aten.prod, aten.var, aten.var_mean
 # a value of one of these that is read twice is written on CPUs, see mark_reuse in Inductor's ir.py
 _COSTLY = {aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh}
 _COSTLY |= {aten._softmax_backward_data, aten.expm1, aten.logaddexp, aten.softplus, aten.elu}
-_MOST_READS, _MOST_OPERATIONS = 4, 30  # more are not computed again, config.realize_*_threshold
+# more are not computed again, config.realize_*_threshold
+_MOST_READS = 4
+_MOST_OPERATIONS = 30
 _SCATTERS = {aten.scatter, aten.scatter_add}  # fused if a row has one index: compile.py
 # they copy what they sort
 _COPIES = {aten.sort, aten.topk, aten.median, aten.kthvalue, aten.mode, aten.argsort}

@@ -37,7 +37,8 @@ class Interpreter:
     """Runs a graph; the tensors that it makes are on ``device``."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
-        self.graph, self.device = graph, device
+        self.graph = graph
+        self.device = device
         self.given = [node for node in graph.nodes if node.op == "placeholder"]
         read: set[Node] = set(results_of(graph))
         self.steps: list[tuple[Node, dict[str, Any], list[Node]]] = []
@@ -120,7 +121,8 @@ class Fakes:
         """Raises ValueError if what was run holds for some numbers of rows alone."""
         for expr in self.symbols:
             if expr in self.env.replacements:
-                name, value = self.symbols[expr], self.env.replacements[expr]
+                name = self.symbols[expr]
+                value = self.env.replacements[expr]
                 raise ValueError(f"the size {name} can be {value} only")
         for guard in self.env.guards:
             for number in probes if "n" in self.sizes else ():
@@ -148,7 +150,8 @@ class GraphValues:
         names = {s for i in inputs for s in i.shape if isinstance(s, str)}
         hints = {name: 2**15 + k for k, name in enumerate(sorted(names))} | {"n": _ROWS}
         device = torch.device("cpu")
-        self.graph, self.fakes = graph, Fakes(inputs, hints, device)
+        self.graph = graph
+        self.fakes = Fakes(inputs, hints, device)
         run = _Recorder(graph, device)
         self.results = run.results = dict(zip(run.given, self.fakes.tensors, strict=True))
         with self.fakes.mode, enable_python_dispatcher():  # composites in C++ fix sizes

@@ -116,7 +116,8 @@ class _Splitter:
     """Finds the parts of one loop."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.graph = loop, loop.graph
+        self.loop = loop
+        self.graph = loop.graph
         self.values = values_of(loop.graph)
         places = self.graph.find_nodes(op="placeholder")
         self.given = [places[i] for i in loop.rows]
@@ -128,7 +129,8 @@ class _Splitter:
     def split(self) -> Split:
         found = {n: parts for n in self.graph.nodes if (parts := self._head(n)) is not None}
         tails: dict[Node, list[tuple[Tail, Node]]] = {}  # with their other operands
-        results, kept = results_of(self.graph), []
+        results = results_of(self.graph)
+        kept = []
         for i, node in enumerate(results):
             last = self._tail(i, node, found, results)
             if last is None:
@@ -253,7 +255,8 @@ class _Splitter:
             other, flips = (source, False) if cast else self._turned(node)
             if other is None:
                 return None
-            node, turned = other, turned ^ flips
+            node = other
+            turned = turned ^ flips
         if node in heads or len(node.users) != 1 or results.count(node) > 1:
             return None
         if not self.values.is_floating(node):
@@ -264,7 +267,8 @@ class _Splitter:
             fits = a in self.values.rows and a not in self.invariant and b in self.invariant
             a, flips = self._upright(a)
             return (a, Tail(number), b) if fits and not flips and not turned else None
-        (a, flips), (b, stays) = self._upright(a), self._upright(b)
+        a, flips = self._upright(a)
+        b, stays = self._upright(b)
         if not flips or stays or a not in self.values.rows or b not in self.values.rows:
             return None
         swapped = self._operand(a) is not None
@@ -281,7 +285,8 @@ class _Splitter:
             other, flips = self._turned(node)
             if other is None:
                 return node, turned
-            node, turned = other, turned ^ flips
+            node = other
+            turned = turned ^ flips
 
     def _turned(self, node: Node) -> tuple[Node | None, bool]:
         """The source of a matrix or of its transpose; None for another node."""
@@ -309,7 +314,9 @@ def _shape(values: GraphValues, node: Node) -> tuple[str, ...]:
 
 def _reads(given: Iterable[Node], results: Iterable[Node]) -> list[Node]:
     """Those of ``given`` that the results are computed from, in order."""
-    found, todo, known = set[Node](), list(results), dict.fromkeys(given)
+    found = set[Node]()
+    todo = list(results)
+    known = dict.fromkeys(given)
     while todo:
         if (node := todo.pop()) not in found:
             found.add(node)

@@ -59,7 +59,8 @@ def steps_of(graph: Graph) -> list[Step]:
     groups = [list(some) for _, some in groupby(calls, is_collective)]
     place = {node: i for i, some in enumerate(groups) for node in some}
     order = {node: i for i, node in enumerate(graph.nodes)}
-    needed, found = set(results_of(graph)), list[Step]()
+    needed = set(results_of(graph))
+    found = list[Step]()
     for i in reversed(range(len(groups))):
         makes = [node for node in groups[i] if node in needed]
         if not makes:
@@ -95,7 +96,9 @@ def _is_handed(node: Node, values: GraphValues) -> bool:
 
 def _read(makes: Iterable[Node], handed: Callable[[Node], bool]) -> set[Node]:
     """The values that some are computed from, of those that are handed on."""
-    seen, todo, found = set[Node](), list(makes), set[Node]()
+    seen = set[Node]()
+    todo = list(makes)
+    found = set[Node]()
     while todo:
         node = todo.pop()
         if node in seen:

@@ -163,7 +163,8 @@ def graph_of(lines: Sequence[str]) -> Graph:
     Raises:
         ValueError: a line that is not understood, or an operation that is not allowed.
     """
-    graph, nodes = Graph(), []
+    graph = Graph()
+    nodes = []
     *lines, last = lines
     for line in lines:
         try:

@@ -55,7 +55,8 @@ def traced(function: Callable[..., Any], fakes: Fakes, table: Mapping[Any, Any])
         if value is None or value.numel() != 1:
             raise ValueError(f"a tensor is read that is no input, {node.target}")
         with made.graph.inserting_before(node):
-            args, more = ([*value.shape], value.item()), {"dtype": value.dtype}
+            args = ([*value.shape], value.item())
+            more = {"dtype": value.dtype}
             number = made.graph.call_function(aten.full.default, args, more)
         node.replace_all_uses_with(number)
         made.graph.erase_node(node)
@@ -75,8 +76,10 @@ def tidy(graph: fx.Graph) -> fx.Graph:
         if node.target in same | checks or whole:  # the checks would wait for a GPU
             graph.erase_node(node)
         elif node.target is torch.ops.prims.convert_element_type.default:
-            node.target, dtype = aten._to_copy.default, node.args[1]
-            node.args, node.kwargs = node.args[:1], {"dtype": dtype}
+            node.target = aten._to_copy.default
+            dtype = node.args[1]
+            node.args = node.args[:1]
+            node.kwargs = {"dtype": dtype}
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}  # the logits'
         _count_dims_from_the_front(node)
     graph.eliminate_dead_code()
@@ -115,12 +118,14 @@ def between(
     graph: fx.Graph, given: Mapping[fx.Node, Input], results: Sequence[fx.Node]
 ) -> fx.Graph:
     """The graph from ``given`` to ``results``."""
-    needed, todo = set(given), list(results)
+    needed = set(given)
+    todo = list(results)
     while todo:
         if (node := todo.pop()) not in needed:
             needed.add(node)
             todo += node.all_input_nodes
-    part, made = fx.Graph(), {}
+    part = fx.Graph()
+    made = {}
     for node, of in given.items():
         made[node] = part.placeholder(f"input_{len(made)}")
         made[node].meta["input"] = of

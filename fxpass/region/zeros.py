@@ -129,7 +129,8 @@ class _Finder:
     """Finds the factors of the values of one loop."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.values = loop, values_of(loop.graph)
+        self.loop = loop
+        self.values = values_of(loop.graph)
         self.places = places = loop.graph.find_nodes(op="placeholder")
         self.given = {places[i] for i in loop.rows}
         # values that no logits are read for, nor rows of several values
@@ -213,9 +214,13 @@ class _Finder:
 
     def _chosen(self, what: Any, args: Any) -> _Set:
         if what is aten.masked_fill:
-            yes, no, condition = self._arg(args[2]), self._arg(args[0]), args[1]
+            yes = self._arg(args[2])
+            no = self._arg(args[0])
+            condition = args[1]
         else:
-            condition, yes, no = args[0], self._arg(args[1]), self._arg(args[2])
+            condition = args[0]
+            yes = self._arg(args[1])
+            no = self._arg(args[2])
         if no is None:
             return None if yes is None else yes | self._mask(condition, False)
         if yes is None:

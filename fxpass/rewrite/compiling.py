@@ -41,7 +41,8 @@ def compile_graph(
     Returns:
         what was done, what became of its joint graphs, and a function with the graph's outputs.
     """
-    answers, kept = programs(settings), set[str]()
+    answers = programs(settings)
+    kept = set[str]()
     outcome = transform(gm, settings, answers, inputs)
     while True:
         rows = rows_pass(settings, outcome.deferred.needed)

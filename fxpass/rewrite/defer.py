@@ -108,11 +108,15 @@ def defer_logits(
         programs: compiles functions of deferred logits.
         kept: the names of products whose logits have to exist.
     """
-    graph, drop = region.module.graph, settings.logits == "drop"
+    graph = region.module.graph
+    drop = settings.logits == "drop"
     large = [n for n in graph.nodes if may_be_large(n, settings.min_logits_mb)]
     large = [n for n in large if not is_multiplied(region, n)]
-    modes, recipes = modes_of(region), Recipes()
-    alone, reduced, returned = list[_Head](), list[_Head](), dict[Node, str]()
+    modes = modes_of(region)
+    recipes = Recipes()
+    alone = list[_Head]()
+    reduced = list[_Head]()
+    returned = dict[Node, str]()
     for head in _heads(leaving(graph.output_node(), large, drop=drop)):
         if too_small(sorted(head.products), settings.min_logits_mb):
             continue
@@ -171,10 +175,12 @@ def _recipes(
     programs: Programs,
 ) -> Recipes:
     """The recipes of logits that leave; none if one of them has to exist."""
-    output, left = region.module.graph.output_node(), head.chains
+    output = region.module.graph.output_node()
+    left = head.chains
     # the loss is computed from the logits, which are not those of a training step, whose metrics
     # leave the graph before the loss
-    drop, inside = settings.logits == "drop", made_of(head.products)
+    drop = settings.logits == "drop"
+    inside = made_of(head.products)
     trained = any(map(needs_gradient, head.products))
     trained = trained and any(needs_gradient(n) for n in output.all_input_nodes if n in inside)
     tested = head.reduced and not trained and not any(map(needs_gradient, left))
@@ -185,7 +191,8 @@ def _recipes(
         return {}  # what the joint graph would not fuse
     if not drop and not all(is_computable(output, n, c, modes, others) for n, c in left.items()):
         return {}
-    roots, made = dict[Node, Deferral](), Recipes()
+    roots = dict[Node, Deferral]()
+    made = Recipes()
     for node, chain in left.items():
         nodes = with_casts(chain, output, drop=drop)
         root, after = (node, ()) if drop else split(node, nodes, chain)
@@ -208,7 +215,8 @@ _RETURNED = (
 # What may be done with logits that are returned: a scale, a soft-cap.
 _SCALES = {"mul", "div", "add", "sub", "neg", "tanh", *CASTS, *VIEWS}
 # Outputs of a vocabulary for each hidden value, or in all; a gated MLP has up to seven for each.
-_WIDE, _MANY = 7.5, 8192
+_WIDE = 7.5
+_MANY = 8192
 
 
 def _leaves_whole(region: Region, product: Node, head: _Head) -> bool:

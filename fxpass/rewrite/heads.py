@@ -150,7 +150,8 @@ def is_multiplied(region: Region, product: Node) -> bool:
     """Whether the program makes products of the outputs of a product, as of a hidden layer's, or
     of what is made of them and has no much smaller size."""
     least = elements(product) // PARTS
-    todo, seen = [(region, product)], set[Node]()
+    todo = [(region, product)]
+    seen = set[Node]()
     while todo:
         around, node = todo.pop()
         for user in node.users:
@@ -182,7 +183,8 @@ def _returned(region: Region, node: Node) -> Iterator[Node]:
 
 def _readers(node: Node) -> set[Node]:
     """The nodes that values of a product reach, up to the next products."""
-    found, todo = set[Node](), [node]
+    found = set[Node]()
+    todo = [node]
     while todo:
         read = todo.pop()
         if read is not node and is_product(read):

@@ -39,7 +39,8 @@ def _donated() -> set[int]:
 
 def scale_in_place(graph: Graph) -> None:
     """Replaces the products of inputs that have no other reader."""
-    inputs, donated = graph.find_nodes(op="placeholder"), _donated()
+    inputs = graph.find_nodes(op="placeholder")
+    donated = _donated()
     free = {node for i, node in enumerate(inputs) if i in donated and len(node.users) == 1}
     operators = torch.ops.fxpass
     for node in graph.find_nodes(op="call_function", target=operators.scaled.default):

@@ -49,7 +49,8 @@ def compile_inner(
         given = {"mode": mode, "options": dict(options)}
         backend = torch._dynamo.lookup_backend(name)
         if rows is not None and name in ("eager", "aot_eager"):
-            given, backend = {}, rows.backend()
+            given = {}
+            backend = rows.backend()
         elif rows is not None:
             warn_once(log, f"inner {name}", _NO_PASS.format(name))
         if region is not None and "name" in inspect.signature(backend).parameters:

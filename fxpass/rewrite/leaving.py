@@ -31,7 +31,11 @@ from fxpass.graph.placements import is_dtensor, is_gathered, placement_name
 from fxpass.rewrite.heads import columns, elements
 
 # What a node does to logits.
-PRODUCT, CAST, VIEW, POINTWISE, OTHER = "product", "cast", "view", "pointwise", "other"
+PRODUCT = "product"
+CAST = "cast"
+VIEW = "view"
+POINTWISE = "pointwise"
+OTHER = "other"
 VIEWS = {
     *("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "contiguous", "clone"),
     *("transpose", "permute", "movedim", "t", "numpy_T", "mT", "unsqueeze", "squeeze", "expand"),
@@ -55,7 +59,8 @@ class Chain(NamedTuple):
 
 def made_of(products: Collection[Node]) -> set[Node]:
     """The products, and the nodes that values of them reach."""
-    found, todo = set(products), list(products)
+    found = set(products)
+    todo = list(products)
     while todo:
         node = todo.pop()
         users = [u for u in node.users if u not in found and reads_values(u, node)]
@@ -72,7 +77,8 @@ def leaving(output: Node, products: Collection[Node], *, drop: bool = False) -> 
         products: those that may be heads.
         drop: as of :func:`is_computable`.
     """
-    inside, found = made_of(products), dict[Node, Chain]()
+    inside = made_of(products)
+    found = dict[Node, Chain]()
     for node in output.all_input_nodes:
         nodes = _between(node, products, inside, drop) if node in inside else ()
         chain = Chain(nodes, tuple(n for n in nodes if n in products))
@@ -102,7 +108,8 @@ def split(node: Node, nodes: Collection[Node], chain: Chain) -> tuple[Node, tupl
     Returns:
         the output itself and no nodes, where there is no such node.
     """
-    output, after = node, list[Node]()
+    output = node
+    after = list[Node]()
     while True:
         before = {n for n in nodes if n is node or n in _ancestors(node, nodes)}
         if not any(does(n, chain.products) == VIEW for n in before):
@@ -115,7 +122,8 @@ def split(node: Node, nodes: Collection[Node], chain: Chain) -> tuple[Node, tupl
 
 
 def _ancestors(node: Node, nodes: Collection[Node]) -> set[Node]:
-    found, todo = set[Node](), [node]
+    found = set[Node]()
+    todo = [node]
     while todo:
         sources = {n for n in todo.pop().all_input_nodes if n in nodes} - found
         found |= sources
@@ -131,7 +139,7 @@ def does(node: Node, products: Collection[Node]) -> str:
     if function in CASTS:
         return CAST
     if function in VIEWS:
-        (source, *_) = node.all_input_nodes
+        source, *_ = node.all_input_nodes
         same = function in _SAME and storage(node) == storage(source)
         return CAST if same and _layout(node) == _layout(source) else VIEW
     return POINTWISE if _is_pointwise(function) else OTHER
@@ -157,7 +165,8 @@ def _between(
     DTensors are not deferred: recomputing them may need all ranks. An output can be dropped, which
     recomputes nothing, if its DTensors are gathered to plain tensors.
     """
-    found, todo = {output}, [output]
+    found = {output}
+    todo = [output]
     while todo:
         node = todo.pop()
         if not is_tensor(node) or not value(node).is_floating_point():
@@ -205,7 +214,8 @@ def is_computable(
 ) -> bool:
     """Whether a chain, recomputed at the graph's end without autocast, gives the same values and
     gradients as ``output``, which shares no memory with ``others``."""
-    memory, nodes = storage(output), chain.nodes
+    memory = storage(output)
+    nodes = chain.nodes
     if any(storage(n) == memory for n in others if is_tensor(n)):
         return False  # the outputs are aliases: a write to one changes the other
     return (

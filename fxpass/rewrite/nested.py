@@ -57,7 +57,8 @@ def inline_heads(region: Region, least: float) -> bool:
                 graph.erase_node(node)
     except Exception:
         log.warning("%s: inlining failed", source_line(calls[0]), exc_info=True)
-        region.module.graph, done = untouched, []
+        region.module.graph = untouched
+        done = []
     region.module.recompile()
     return bool(done)
 
@@ -115,7 +116,8 @@ def _draws(node: Node) -> bool:
 
 
 def _inline(module: GraphModule, call: Node) -> None:
-    graph, (body, operands) = module.graph, _parts(call)
+    graph = module.graph
+    body, operands = _parts(call)
     copies: dict[Node, Any] = {}
     copies |= zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
     returned: Any = body.graph.output_node().args[0]
@@ -138,7 +140,8 @@ def _inline(module: GraphModule, call: Node) -> None:
 
 def _attribute(module: GraphModule, body: GraphModule, node: Node) -> str:
     """The name in ``module`` of what ``node`` gets from ``body``."""
-    name, count = f"{node.target}", 0
+    name = f"{node.target}"
+    count = 0
     while hasattr(module, name):
         count += 1
         name = f"{node.target}_{count}"

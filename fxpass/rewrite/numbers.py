@@ -47,7 +47,8 @@ def products(
     output: Node, results: Sequence[Node], numbers: Sequence[Node], device: torch.device
 ) -> list[Node]:
     """A tensor for each float argument that these numbers need and the graph's results do not."""
-    used, graph = _behind(results), output.graph
+    used = _behind(results)
+    graph = output.graph
     idle = [n for n in _behind(numbers) if _is_argument(n) and n not in used]
     with graph.inserting_before(output):
         ones = [graph.call_function(torch.ones, ((),), {"device": device}) for _ in idle]

@@ -74,7 +74,8 @@ def recipe_of(
         alone: whether the graph reduces nothing of them.
         programs: makes programs of what the user's program reads of the output's rows.
     """
-    inside, products = set(nodes), [node for node in nodes if node in products]
+    inside = set(nodes)
+    products = [node for node in nodes if node in products]
     given = tuple(
         dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     )
@@ -95,8 +96,10 @@ def recipe_of(
         copies[node].meta = {}
     graph.output(copies[output])
     kinds = {does(node, products) for node in nodes}
-    rows, whole = VIEW not in kinds, kinds <= {VIEW, CAST, PRODUCT}
-    hidden, others = set[Node](), set[Node]()
+    rows = VIEW not in kinds
+    whole = kinds <= {VIEW, CAST, PRODUCT}
+    hidden = set[Node]()
+    others = set[Node]()
     for product in products:
         of = factors(product)
         hidden |= {n for n in given if n is of.x}
@@ -142,7 +145,8 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
     results = [n if n in returned else _shape_of(n, output) for n in new]
     device = value(next(iter(recipes))).device
     output.args = ((*results, *numbers.products(output, results, read, device)),)
-    read_from, count = numbers.reader(gm.graph, read), len(results)
+    read_from = numbers.reader(gm.graph, read)
+    count = len(results)
     # Positions in (*inputs, *numbers, *results, *deferred), not nodes: restore must not keep the
     # graph alive.
     at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}

@@ -99,7 +99,8 @@ def suspects_of(
         returned: products whose logits are returned, and what to do.
         least: the size of logits, in MiB, that are worth a loop.
     """
-    names, end = {node: name for name, node in nodes.items()}, gm.graph.output_node()
+    names = {node: name for name, node in nodes.items()}
+    end = gm.graph.output_node()
     found: list[Suspect] = []
     for region in regions(gm):
         if region.backward:
@@ -175,7 +176,9 @@ def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Nod
     except NoMatch as no:
         return None, no.node, no.reason
     found: tuple[Node | None, Node, str] = None, logits, "its logits are not computed by a linear"
-    todo, seen, wanted = [(region, logits)], {logits}, elements(logits)
+    todo = [(region, logits)]
+    seen = {logits}
+    wanted = elements(logits)
     while todo:
         around, node = todo.pop()
         if is_product(node):

@@ -72,7 +72,8 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
         made: of the graphs that AOTAutograd made of it; none where a cache had the code and nothing
             is known of it, or where another backend compiles it.
     """
-    matches, rejections = list(outcome.deferred.matches), list[Rejection]()
+    matches = list(outcome.deferred.matches)
+    rejections = list[Rejection]()
     if not made and any(not suspect.reason for suspect in outcome.suspects):
         log.info("the joint graph is of a cache, or of another backend")
     try:

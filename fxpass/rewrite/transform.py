@@ -130,7 +130,9 @@ def _deferred(
     kept: Collection[str] = (),
 ) -> Outcome:
     """Defers logits that leave, and notes what the joint graph may fuse."""
-    deferred, suspects, least = DeferredOutputs(), (), settings.min_logits_mb
+    deferred = DeferredOutputs()
+    suspects = ()
+    least = settings.min_logits_mb
     try:
         deferred = defer_logits(Region(gm), settings, programs, kept)
     except Exception:  # an unforeseen program runs without the rewrite

@@ -83,7 +83,8 @@ def _divides(tensor: Any) -> bool:
     """Whether a DTensor's shards have the same sizes, and one is sharded at all."""
     if not is_dtensor(tensor):
         return False
-    sizes, sharded = list(tensor.shape), False
+    sizes = list(tensor.shape)
+    sharded = False
     for ranks, placement in zip(tensor.device_mesh.shape, placements_of(tensor), strict=True):
         if placement.is_replicate():
             continue

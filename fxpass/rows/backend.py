@@ -48,8 +48,10 @@ log = logging.getLogger(__name__)
 
 # Attempts: whether parts of rows are heads of their own, whether only products with the most rows
 # are heads, whether classes come first. The first two count if they decline nothing.
-_ONCE, _PARTS = (False, False, False), (True, False, False)
-_LARGEST, _FIRST = (False, True, False), (False, False, True)
+_ONCE = (False, False, False)
+_PARTS = (True, False, False)
+_LARGEST = (False, True, False)
+_FIRST = (False, False, True)
 # what decides the graph and its values
 CODE = ("rows", "region", "lower", "formula", "op", "aten", "kernels", "plan")
 
@@ -117,7 +119,9 @@ def rewrite(
                 own_outputs(attempt, module.graph)
                 module.graph = attempt
                 module.recompile()
-                made.graph, made.declined, made.text = module, why, graph_text(module)
+                made.graph = module
+                made.declined = why
+                made.text = graph_text(module)
                 return made
         except Stop as stop:
             why = [declined(None, stop)]
@@ -186,7 +190,9 @@ class RowsPass:
         needed: Collection[str] = (),
         **options: Any,
     ) -> None:
-        self.least_mb, self.strategy, self.needed = least_mb, strategy, frozenset(needed)
+        self.least_mb = least_mb
+        self.strategy = strategy
+        self.needed = frozenset(needed)
         self.options = {"compiled": False} | options
         self.made: list[Rewritten] = []
         self.missed: set[str] = set()
@@ -305,5 +311,6 @@ def decomposed(module: GraphModule) -> GraphModule:
 
 def decompositions() -> dict[Any, Any]:
     """Those of Inductor, but for random numbers, which are eager's."""
-    random, found = torch.Tag.nondeterministic_seeded, select_decomp_table()
+    random = torch.Tag.nondeterministic_seeded
+    found = select_decomp_table()
     return {op: found[op] for op in found if random not in getattr(op, "tags", ())}

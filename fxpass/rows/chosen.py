@@ -27,8 +27,10 @@ from fxpass.rows.rules import A, P, bound, fill
 from fxpass.rows.sizes import is_one, is_tensor, keys, packet, same, shape, value
 
 _VIEWS = (A.view, A._unsafe_view, A.reshape)
-_INDEX, _INDEX_PUT = (A.index, A.index_select), (A.index_put, A.index_add)
-_PART, _PART_PUT = (A.slice, A.select, A.flip, P.rev), (A.slice_scatter, A.select_scatter)
+_INDEX = (A.index, A.index_select)
+_INDEX_PUT = (A.index_put, A.index_add)
+_PART = (A.slice, A.select, A.flip, P.rev)
+_PART_PUT = (A.slice_scatter, A.select_scatter)
 _SPLITS = (A.split, A.split_with_sizes, A.unbind)
 # Each element by itself, beside what torch tags so; and along one dimension.
 _EACH = (A.expand, A.where, A.clone, A.alias, A.detach, A._to_copy, P.convert_element_type, P.fma)
@@ -64,7 +66,8 @@ def choose_rows(graph: Graph, products: Iterable[Node], parts: bool) -> bool:
 
 class _Chosen:
     def __init__(self, graph: Graph, parts: bool) -> None:
-        self.outer, self.parts = Outer(graph), parts
+        self.outer = Outer(graph)
+        self.parts = parts
         # the sizes of the rows of what is computed of each row of a head by itself
         self.layouts: dict[Node, tuple[Any, ...]] = {}
         self.terms: dict[Node, Terms] = {}
@@ -104,7 +107,10 @@ class _Chosen:
     def _rows(self, node: Node, sizes: Sequence[Any]) -> tuple[Node, Node | None] | None:
         """The numbers ``[M]`` of the rows of these sizes that a node takes or puts, and the class
         of each if it takes or puts one."""
-        what, labels, rank, size = packet(node), None, len(sizes), self.outer.size
+        what = packet(node)
+        labels = None
+        rank = len(sizes)
+        size = self.outer.size
         every = self._shaped(self.outer.numbers(self.outer.product(sizes)), sizes)
         if what in (*_INDEX, *_INDEX_PUT):
             indices = _integers(node)
@@ -164,7 +170,8 @@ class _Chosen:
         """Some rows ``[M, ...]`` of what is computed of each row by itself."""
         name = "rows", node, rows
         if name not in self._known:
-            sizes, source = self.layouts[node], node.args[0]
+            sizes = self.layouts[node]
+            source = node.args[0]
             if packet(node) in (A.mm, A.addmm):
                 *bias, x, weight = node.args
                 made = self._call(node.target, *bias, self._hidden(x, rows), weight)
@@ -248,7 +255,9 @@ class _Chosen:
 
     def _joined(self, node: Node, sizes: Sequence[Any]) -> Terms | None:
         tensors: Any = node.args[0]
-        dim, start, terms = bound(node)["dim"] % len(shape(node)), 0, Terms()
+        dim = bound(node)["dim"] % len(shape(node))
+        start = 0
+        terms = Terms()
         if dim == len(sizes) or any(len(shape(t)) <= len(sizes) for t in tensors):
             return None
         every = self._shaped(self.outer.numbers(self.outer.product(sizes)), sizes)
@@ -266,7 +275,8 @@ class _Chosen:
         if not read or packet(node) not in (*_LINEAR, *_VIEWS):
             return None
         if packet(node) in _VIEWS:
-            items, sizes = self.terms[read[0]].items(), shape(node)
+            items = self.terms[read[0]].items()
+            sizes = shape(node)
             made = {rows: d if rows else self._shaped(d, sizes) for rows, d in items}
             return made if _keeps_classes(node) else None
         args: Any = node.args
@@ -368,7 +378,8 @@ def _part(node: Node) -> tuple[int, Any, tuple[Any, ...]]:
 
 
 def _keeps_classes(view: Node) -> bool:
-    before, after = shape(view.args[0]), shape(view)  # pyright: ignore[reportArgumentType]
+    before = shape(view.args[0])  # pyright: ignore[reportArgumentType]
+    after = shape(view)
     return len(after) > 1 and len(before) > 1 and same(before[-1], after[-1])
 
 

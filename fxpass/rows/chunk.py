@@ -61,7 +61,9 @@ def _typed(made: Any, node: Node) -> Any:
 def _matrix(node: Node) -> tuple[Node, bool]:
     """The matrix of which one is a view, and whether it is its transpose: a weight and its
     transpose are one input, however a program turns them."""
-    best, turned, swapped = node, False, False
+    best = node
+    turned = False
+    swapped = False
     sizes = [key(s) for s in shape(node) if not is_one(s)] if is_tensor(node) else []
     if len(sizes) != 2 or len(shape(node)) != 2:
         return node, False
@@ -74,7 +76,8 @@ def _matrix(node: Node) -> tuple[Node, bool]:
             break
         node = source
         if len(shape(node)) == 2:
-            best, turned = node, swapped
+            best = node
+            turned = swapped
     return best, turned
 
 
@@ -110,7 +113,9 @@ class Chunk:
         inside: set[Node],
         masks: Mapping[Node, Sequence[Mask]] | None = None,
     ) -> None:
-        self.rules, self.body, self.inside_of = rules, set(body), inside
+        self.rules = rules
+        self.body = set(body)
+        self.inside_of = inside
         self.masks = masks or {}
         self.leaves: dict[Leaf, Input] = {}
         self.names: dict[Any, str] = {}
@@ -152,7 +157,9 @@ class Chunk:
             assert ref.view is not None
             apart = not ref.view.in_order or None in ref.places
             kind = "entries" if apart and self._is_large(ref) else "row"
-            node, letters, places = ref.node, ref.letters, ref.places
+            node = ref.node
+            letters = ref.letters
+            places = ref.places
             if sorted(letters) in (["c", "r"], ["k", "r"]) and len(places) == 1:
                 # x is one input, as is the transpose that a weight's gradient is a product of
                 node, turned = _matrix(node)
@@ -177,7 +184,9 @@ class Chunk:
         if not is_tensor(node):
             return None
         dtype = value(node).dtype
-        sizes, number, count = shape(node), self.rules.fill(node), self._range(node)
+        sizes = shape(node)
+        number = self.rules.fill(node)
+        count = self._range(node)
         known = [key(s) for s in sizes]
         if count is not None:
             made = torch.arange(count, dtype=dtype, device=self.device)
@@ -195,7 +204,9 @@ class Chunk:
         return key(sizes[0]) if is_range(node, sizes[0], rank) else None
 
     def _note(self, leaf: Leaf, ref: Ref) -> None:
-        of, letters, rows = leaf[1], ref.letters, ("n",)
+        of = leaf[1]
+        letters = ref.letters
+        rows = ("n",)
         letters = leaf[2] if leaf[0] in ("row", "entries") else letters
         sizes = shape(of)
         if leaf[0] == "handed":
@@ -203,7 +214,8 @@ class Chunk:
             assert tag is not None
             letters = tag.letters
         if leaf[0] == "shared":
-            letters, rows = "k" * len(sizes), ()
+            letters = "k" * len(sizes)
+            rows = ()
         inner = [self.named(size) for size in others(sizes, letters)]
         if leaf[0] == "entries":  # too large to be moved: a chunk looks up its rows
             self.leaves[("place", *leaf[1:])] = Input(torch.int64, ("n",))
@@ -231,7 +243,8 @@ class Chunk:
         if ref.kind == "fill":
             sizes = [self.size(s) for s in others(shape(ref.node), ref.letters)]
             number = self.rules.fill(ref.node)
-            dtype, device = value(ref.node).dtype, self.device
+            dtype = value(ref.node).dtype
+            device = self.device
             return torch.full((self.n, *sizes), number, dtype=dtype, device=device)
         leaf = self.leaf(ref)
         if ref.kind == "shared" or (leaf is not None and leaf[0] == "shared"):

@@ -29,7 +29,8 @@ from fxpass.rows.tags import Stop, Tag, relettered
 from fxpass.rows.views import source_of, tagged
 
 C: Any = torch.ops._c10d_functional
-_SCATTERED, _GATHERED = C.reduce_scatter_tensor, C.all_gather_into_tensor
+_SCATTERED = C.reduce_scatter_tensor
+_GATHERED = C.all_gather_into_tensor
 
 
 def _check(rules: Rules, node: Node) -> None:
@@ -77,7 +78,8 @@ def along_ranks(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 def gathers(graph: Graph, products: Iterable[Node]) -> None:
     """Spells gathers of what is computed of some products, and the scatters of their gradients,
     with a dimension for the ranks."""
-    reached, found = set(products), list[Node]()
+    reached = set(products)
+    found = list[Node]()
     for node in graph.nodes:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
@@ -105,7 +107,8 @@ def _gathered(graph: Graph, node: Node) -> None:
 
 def _parts_of(node: Node, count: Any) -> list[Node | None] | None:
     """The ranks' parts, if nothing else is read of what is gathered."""
-    (wait, *more), size = [*node.users], shape(node.args[0])[:1]  # pyright: ignore
+    wait, *more = node.users
+    size = shape(node.args[0])[:1]  # pyright: ignore[reportArgumentType]
     if more or packet(wait) is not C.wait_tensor or len(wait.users) != 1 or not size:
         return None
     (split,) = wait.users
@@ -123,7 +126,7 @@ def _parts_of(node: Node, count: Any) -> list[Node | None] | None:
 def _scattered(graph: Graph, node: Node) -> None:
     joined, op, count, group = node.args
     along = joined.args[1] if packet(joined) is A.cat and len(joined.args) > 1 else 0  # type: ignore[union-attr]
-    (wait, *more) = node.users
+    wait, *more = node.users
     if packet(joined) is not A.cat or along or more or packet(wait) is not C.wait_tensor:  # type: ignore[arg-type]
         return
     parts: Any = joined.args[0]  # type: ignore[union-attr]

@@ -68,7 +68,9 @@ class _Emitter:
     """
 
     def __init__(self, graph: Graph, found: Found) -> None:
-        self.graph, self.found, self.rules = graph, found, found.rules
+        self.graph = graph
+        self.found = found
+        self.rules = found.rules
         self.outer = Outer(graph, found.inside)
         self.degree = _degrees(graph, found)
         self.handed: dict[Node, Node] = {}  # canonical rows of an earlier part
@@ -78,7 +80,9 @@ class _Emitter:
 
     def add(self, part: RegionCall, chunk: Chunk, loop: Loop) -> Node:
         """Adds the call of a part."""
-        outer, rules, degree = self.outer, self.rules, self.degree
+        outer = self.outer
+        rules = self.rules
+        degree = self.degree
         linear = [leaf for leaf in chunk.leaves if degree.get(leaf[1]) == 1]
         power = None
         if linear and _is_half(rules, part) and all(degree.get(n) is not None for n in part.body):
@@ -115,7 +119,9 @@ class _Emitter:
         self, node: Node, made: Node, inverse: Node | None, casts: dict[Node, list[Node]]
     ) -> None:
         """Puts a result of a call in the place of a node, or of the casts that read it."""
-        outer, tag, linear = self.outer, self.rules.tag_of(node), self.degree.get(node) == 1
+        outer = self.outer
+        tag = self.rules.tag_of(node)
+        linear = self.degree.get(node) == 1
         if tag is None:
             made = _summed(outer, self.rules, node, made)
         one = _times(outer, made, inverse, None, value(node).dtype)
@@ -159,7 +165,8 @@ class _Emitter:
     def _keep_what_is_written(self) -> None:
         """Inputs that forward writes to in the end, as ``bias.data.mul_(2)`` does, are copied: what
         calls of backward read is as it was. AOTAutograd clones some, and Inductor drops clones."""
-        read, todo = set[Node](), list(self.late)
+        read = set[Node]()
+        todo = list(self.late)
         while todo:
             if (node := todo.pop()) not in read:
                 read.add(node)
@@ -188,7 +195,8 @@ def _reshaped(result: Node) -> None:
 
 def _chunks(graph: Graph, found: Found) -> list[tuple[RegionCall, Chunk]]:
     """The parts, whose results are 0 in rows that nothing reads."""
-    rules, inside = found.rules, found.inside
+    rules = found.rules
+    inside = found.inside
     tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
     late = backward_of([*tangents, *inside], graph) | set(tangents) | inside
     made = []
@@ -282,7 +290,9 @@ class _Ones:
     """Nodes for a tangent of 1, but of ``ONE`` in fp16."""
 
     def __init__(self, outer: Outer, found: Found, replaced: Mapping[Node, Node]) -> None:
-        self.outer, self.found, self.replaced = outer, found, replaced
+        self.outer = outer
+        self.found = found
+        self.replaced = replaced
         self.known: dict[Node, Node] = {}
         tangent = found.factor
         self.is_half = tangent is not None and value(tangent).dtype == torch.float16

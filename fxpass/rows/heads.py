@@ -65,7 +65,8 @@ class Head:
 
     def plan(self) -> NodePlan | None:
         """How the product runs on a chunk; None for a batch with several weights."""
-        x, weight = self.x, self.weight
+        x = self.x
+        weight = self.weight
         if packet(self.node) is A.bmm:
             return self._batched()
         view = View(key(shape(x)[1 if self.first else 0]))
@@ -76,7 +77,8 @@ class Head:
             refs.append(self._of_bias(self.bias, view))
 
         def run(env: Env) -> Tensor:
-            matrix, rows = env.shared(refs[1]), env.get(refs[0])
+            matrix = env.shared(refs[1])
+            rows = env.get(refs[0])
             matrix = matrix.t() if self.first else matrix
             if len(refs) < 3:
                 return torch.mm(rows, matrix)
@@ -95,7 +97,8 @@ class Head:
 
     def _batched(self) -> NodePlan | None:
         """``[B, T, D] @ [D, V]``, where the matrix is the same for the whole batch."""
-        many, one = value(self.weight), is_one(shape(self.node)[0])
+        many = value(self.weight)
+        one = is_one(shape(self.node)[0])
         if self.first or not (one or many.stride(0) == 0):
             return None
         b, t = map(key, shape(self.node)[:2])
@@ -175,7 +178,8 @@ def _bytes(node: Node) -> int:
 def _is_reduced(head: Head, later: set[Node]) -> bool:
     """Whether forward relates the classes of a row, as a softmax does, before the next product: of
     a hidden layer, it computes each value by itself."""
-    seen, todo = set[Node](), [head.node]
+    seen = set[Node]()
+    todo = [head.node]
     while todo:
         for user in todo.pop().users:
             if packet(user) in RELATING and user not in later:
@@ -190,7 +194,8 @@ def _is_reduced(head: Head, later: set[Node]) -> bool:
 def _is_multiplied(head: Head, later: set[Node]) -> bool:
     """Whether forward makes hidden states of its results, as of those of hidden layers."""
     hidden = min(numel(shape(head.x)), numel(shape(head.weight)))
-    seen, todo = set[Node](), [head.node]
+    seen = set[Node]()
+    todo = [head.node]
     while todo:
         for user in todo.pop().users:
             if user in seen or user in later:

@@ -42,7 +42,8 @@ def index(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 
 def _indices(node: Node) -> dict[int, Node]:
     """The indices by dimension."""
-    base, found = packet(node), node.args[1]
+    base = packet(node)
+    found = node.args[1]
     if base is A.embedding:
         return {0: found}  # pyright: ignore[reportReturnType]
     if base is A.index_select:
@@ -70,7 +71,8 @@ def _of_table(rules: Rules, node: Node, given: dict[int, Node], want: Tag | None
     if len(given) != 1:
         raise Stop("indexes an operand in a way that is not known")
     ((dim, ids),) = given.items()
-    of_ids, rank = rules.tag_of(ids), len(shape(ids))
+    of_ids = rules.tag_of(ids)
+    rank = len(shape(ids))
     tag = want
     if tag is None:
         if of_ids is None:
@@ -103,7 +105,8 @@ def _of_classes(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> N
     base: Any = node.args[0]
     letters = tag.letters[:dim] + "k" * len(shape(ids)) + tag.letters[dim + 1 :]
     result = tag.like(relettered(letters, shape(node), rules.classes))
-    ref, at = rules.ref(base, tag), place(tag.letters, dim)
+    ref = rules.ref(base, tag)
+    at = place(tag.letters, dim)
     of_ids = Ref("shared", ids, "k" * len(shape(ids)))
 
     def run(env: Env) -> Tensor:
@@ -172,10 +175,12 @@ def is_range(index: Any, size: Any, rank: int) -> bool:
 
 def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> NodePlan:
     """Values at classes of each row, or at classes that are the same for all rows."""
-    base, source = node.args[0], node.args[2]
+    base = node.args[0]
+    source = node.args[2]
     assert isinstance(base, Node)
     assert isinstance(source, Node)
-    adds, sizes = bool(len(node.args) > 3 and node.args[3]), shape(base)
+    adds = bool(len(node.args) > 3 and node.args[3])
+    sizes = shape(base)
     if tag is None:
         tag = rules.tag_of(source)
         if tag is None:
@@ -194,7 +199,8 @@ def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> N
         letters = tag.letters[:dim] + "k" * len(shape(ids)) + tag.letters[dim + 1 :]
         put = [*sizes[:dim], *shape(ids), *sizes[dim + 1 :]]
         inner = tag.like(relettered(letters, put, rules.classes))
-        values, at = rules.spread(source, inner, put), place(tag.letters, dim)
+        values = rules.spread(source, inner, put)
+        at = place(tag.letters, dim)
         of_ids = Ref("shared", ids, "k" * len(shape(ids)))
 
         def run(env: Env) -> Tensor:
@@ -208,7 +214,8 @@ def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> N
     values = rules.spread(source, result, picked)
 
     def run_picked(env: Env) -> Tensor:
-        tensor, found = env.full(of_base), env.get(values)
+        tensor = env.full(of_base)
+        found = env.get(values)
         at = _wrapped(env.full(labels), tensor)[:, None]
         found = found.reshape(-1, 1).expand(tensor.shape[0], 1).to(tensor.dtype)
         return tensor.scatter_add(1, at, found) if adds else tensor.scatter(1, at, found)
@@ -220,14 +227,17 @@ def _rows_by_mask(
     rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None, puts: bool
 ) -> NodePlan | None:
     """Rows that a mask chooses are a view; their gradient is put into other rows."""
-    base, ((dim, mask), *more) = node.args[0], given.items()
+    base = node.args[0]
+    ((dim, mask), *more) = given.items()
     assert isinstance(base, Node)
-    rank, source = len(shape(mask)), node.args[2] if puts else None
+    rank = len(shape(mask))
+    source = node.args[2] if puts else None
     if more or rules.tag(mask) is not None:
         return None
 
     def chosen(whole: Tag, sizes: Any) -> Tag:
-        d, after = whole.rows.index(dim), whole.row_sizes(shape(base))
+        d = whole.rows.index(dim)
+        after = whole.row_sizes(shape(base))
         after[d : d + rank] = [sizes[dim]]
         letters = whole.letters[:dim] + "r" + whole.letters[dim + rank :]
         return whole.like(letters, whole.view.then("mask", (d, mask, rank), after))
@@ -248,21 +258,25 @@ def _rows_by_mask(
     if len(shape(source)) != len(shape(base)) - rank + 1:
         return None
     part = chosen(tag, shape(source))
-    of_base, of_source, views = rules.ref(base, tag), rules.ref(source, part), (part.view,)
+    of_base = rules.ref(base, tag)
+    of_source = rules.ref(source, part)
+    views = (part.view,)
     run = lambda env: put(env, part.view, of_base, of_source)  # noqa: E731
     return NodePlan(tag, [of_base, of_source], run, views)
 
 
 def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> NodePlan:
     """One number where a mask says."""
-    base, source = node.args[0], node.args[2]
+    base = node.args[0]
+    source = node.args[2]
     assert isinstance(base, Node)
     assert isinstance(source, Node)
     ((dim, mask), *more) = given.items()
     if more or numel(shape(source)) != 1 or (len(node.args) > 3 and node.args[3]):
         raise Stop("is indexed by a mask in a way that is not known")
     covered = tag.letters[dim : dim + len(shape(mask))]
-    of_base, number = rules.ref(base, tag), Ref("shared", source, "k" * len(shape(source)))
+    of_base = rules.ref(base, tag)
+    number = Ref("shared", source, "k" * len(shape(source)))
     if not dim:
         letters = tag.like(covered)
         ref = rules.spread(mask, letters, shape(mask)) if "r" in covered else None
@@ -274,7 +288,8 @@ def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> NodeP
     at = place(tag.letters, dim) if "r" not in covered else 0
 
     def run(env: Env) -> Tensor:
-        tensor, chosen = env.full(of_base), env.get(of_mask)
+        tensor = env.full(of_base)
+        chosen = env.get(of_mask)
         if at:
             chosen = chosen[0].reshape(-1, *[1] * (tensor.dim() - at - 1))
         else:

@@ -56,7 +56,8 @@ def _of_rows(
             whole = tag.like(tag.letters, first.view.before)
         if len(whole.view.shape) != len(whole.rows):
             return None
-        d, start = whole.rows.index(dim), 0
+        d = whole.rows.index(dim)
+        start = 0
         after = list(whole.view.shape)
         for tensor in tensors:
             size = key(shape(tensor)[dim])
@@ -72,9 +73,11 @@ def _of_rows(
     if first is None or tag.letters[dim] == "r" or not single or last[0] != "select":
         return None
     letters = tag.letters[:dim] + "r" + tag.letters[dim + 1 :]
-    d, count = letters[:dim].count("r"), len(tensors)
+    d = letters[:dim].count("r")
+    count = len(tensors)
     inner = tag.letters[:dim] + "k" + tag.letters[dim + 1 :]
-    whole, before = tag.like(letters, first.view.before), first.view.before
+    whole = tag.like(letters, first.view.before)
+    before = first.view.before
     known = len(before.shape) == len(whole.rows) and before.shape[d] == count
     if d != last[1][0] or not known:  # not of an unbind
         return None
@@ -107,7 +110,8 @@ def _placed(env: Env, refs: list[Ref], parts: list[Tag], squeezed: int | None) -
 @rule("constant_pad_nd")
 def pad(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """More classes of one number."""
-    source, pads = source_of(node), list(node.args[1])  # pyright: ignore[reportArgumentType]
+    source = source_of(node)
+    pads = list(node.args[1])  # pyright: ignore[reportArgumentType]
     tag = want or tagged(rules, source)
     rank = len(tag.letters)
     around = {rank - 1 - i // 2: pads[i : i + 2] for i in range(0, len(pads), 2)}

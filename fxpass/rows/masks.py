@@ -42,7 +42,8 @@ def masks(rules: Rules, result: Node, inside: set[Node], late: set[Node]) -> lis
         late: the nodes that a mask must not be: what reads regions, or tangents.
     """
     found: list[Mask] = []
-    todo, seen = [(result, True)], 0
+    todo = [(result, True)]
+    seen = 0
     while todo:
         node, linear = todo.pop()
         for user in node.users:
@@ -74,11 +75,17 @@ def _mask(rules: Rules, user: Node, node: Node, linear: bool) -> Mask | None:
         return None
     at = args.index(node)
     if packet(user) is A.where and at > 0:
-        condition, negated, other = args[0], at == 2, args[3 - at]
+        condition = args[0]
+        negated = at == 2
+        other = args[3 - at]
     elif packet(user) is A.masked_fill and at == 0:
-        condition, negated, other = args[1], True, args[2]
+        condition = args[1]
+        negated = True
+        other = args[2]
     elif packet(user) is A.mul and linear:
-        condition, negated, other = args[1 - at], False, 0
+        condition = args[1 - at]
+        negated = False
+        other = 0
     else:
         return None
     plan = rules.plans.get(user)

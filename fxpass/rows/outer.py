@@ -49,7 +49,8 @@ class Outer:
     """
 
     def __init__(self, graph: Graph, inside: Collection[Node] = ()) -> None:
-        self.graph, self.end = graph, graph.output_node()
+        self.graph = graph
+        self.end = graph.output_node()
         self.made: set[Node] = set()
         self.trace: str | None = None
         self._numbers: dict[Any, Node] = {}
@@ -167,7 +168,8 @@ class Outer:
         if not view.steps:
             made = self.numbers(self.size(view.root))
         else:
-            before, (kind, args, after) = self.rows(view.before), view.last
+            before = self.rows(view.before)
+            kind, args, after = view.last
             if kind == "reshape":
                 made = self.call(A.reshape.default, before, list(map(self.size, after)))
             elif kind == "permute":
@@ -274,12 +276,15 @@ class Outer:
 
     def gathered(self, made: Node, tag: Tag, like: Node) -> Node:
         """Canonical rows in the view and the dimensions of a node."""
-        view, inner = tag.view, [self.size(s) for s in shape(made)[1:]]
+        view = tag.view
+        inner = [self.size(s) for s in shape(made)[1:]]
         if not view.in_order:
             made = self.call(A.index.Tensor, made, [self.flat(view)])
         if len(view.shape) != 1 or (view.in_order and view.steps):
             made = self.call(A.reshape.default, made, [*map(self.size, view.shape), *inner])
-        rows, rest, order = iter(range(len(view.shape))), iter(range(len(view.shape), 99)), []
+        rows = iter(range(len(view.shape)))
+        rest = iter(range(len(view.shape), 99))
+        order = []
         for letter in tag.letters:
             order.append(next(rows) if letter == "r" else next(rest))
         if order != list(range(len(order))):
@@ -375,6 +380,7 @@ def own_outputs(graph: Graph, before: Graph) -> None:
         with graph.inserting_after(new):
             copies[new] = graph.call_function(A.clone.default, (new,))
         copies[new].meta = dict(new.meta)
-    end, wanted = graph.output_node(), outputs[1]
+    end = graph.output_node()
+    wanted = outputs[1]
     made = map_arg(wanted, lambda node: copies.get(node, node))
     end.args = (made if wanted is end.args[0] else (made, *end.args[0][1:]),)  # pyright: ignore

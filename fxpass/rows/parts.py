@@ -38,13 +38,16 @@ class _Part:
 
     def of(self, tag: Tag) -> Tag:
         """The tag of the part, of rows of the tensor."""
-        d, after = tag.rows.index(self.dim), tag.row_sizes(self.sizes)
+        d = tag.rows.index(self.dim)
+        after = tag.row_sizes(self.sizes)
         letters = self.without(tag.letters)
         if self.selects:
             after.pop(d)
             index = self._from_start(self.given["index"])
             return tag.like(letters, tag.view.then("select", (d, index), after))
-        size, start, step = shape(self.part)[self.dim], self.given["start"] or 0, self.given["step"]
+        size = shape(self.part)[self.dim]
+        start = self.given["start"] or 0
+        step = self.given["step"]
         if not isinstance(start, int) or not isinstance(step, int):
             raise Stop("starts where a number says")
         if start == 0 and step == 1 and same(size, self.sizes[self.dim]):
@@ -85,7 +88,8 @@ def part(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
             letters = this.without(tag.letters)
             result = tag.like(relettered(letters, shape(node), rules.classes))
     else:
-        result, tag = want, _pulled_part(rules, this, want)
+        result = want
+        tag = _pulled_part(rules, this, want)
     ref = rules.ref(this.base, tag)
     if tag.letters[this.dim] == "r":
         return NodePlan(result, [ref], lambda env: env.get(ref))
@@ -123,7 +127,8 @@ def part_put_back(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
         views = (inner.view,)
         return NodePlan(tag, [base, source], lambda env: put(env, inner.view, base, source), views)
     letters = relettered(this.without(tag.letters), shape(this.part), rules.classes)
-    source, at = rules.ref(this.part, tag.like(letters)), place(tag.letters, this.dim)
+    source = rules.ref(this.part, tag.like(letters))
+    at = place(tag.letters, this.dim)
 
     def run(env: Env) -> Tensor:
         tensors = {"self": env.full(base), "src": env.full(source)}
@@ -137,7 +142,8 @@ def _scattered(rules: Rules, this: _Part) -> Tag:
     if (found := rules.tag_of(this.base)) is not None:
         return found
     tag = tagged(rules, this.part)
-    dim, letters = this.dim, tag.letters
+    dim = this.dim
+    letters = tag.letters
     if not this.selects and letters[dim] != "r" and is_one(shape(this.part)[dim]):
         of_rows = tag.like(letters[:dim] + "r" + letters[dim + 1 :])
         view = tag.view.reshape(of_rows.row_sizes(shape(this.part)))
@@ -157,9 +163,12 @@ def _scattered(rules: Rules, this: _Part) -> Tag:
 @rule("split", "split_with_sizes", "unbind")
 def split(rules: Rules, node: Node, want: Any) -> NodePlan:
     """All parts of one dimension."""
-    given, results = bound(node), value(node)
-    base, sizes = given["self"], shape(given["self"])
-    dim, apart = given["dim"] % len(sizes), packet(node) is A.unbind
+    given = bound(node)
+    results = value(node)
+    base = given["self"]
+    sizes = shape(given["self"])
+    dim = given["dim"] % len(sizes)
+    apart = packet(node) is A.unbind
     tag = rules.tag_of(base)
     if want is not None:
         result = next(t for t in want if t is not None)
@@ -181,7 +190,8 @@ def split(rules: Rules, node: Node, want: Any) -> NodePlan:
 
         return NodePlan(tags, [ref], run)
     found: list[Tag | None] = []
-    start, d = 0, tag.rows.index(dim)
+    start = 0
+    d = tag.rows.index(dim)
     for result in results:
         after = tag.row_sizes(sizes)
         size = after.pop(d) if apart else result.shape[dim]

@@ -41,10 +41,12 @@ def pointwise(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 @rule("copy")
 def copy(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """``copy(self, src)``: src with the dtype and the sizes of self."""
-    sizes, source = shape(node), node.args[1]
+    sizes = shape(node)
+    source = node.args[1]
     tag = want or rules.joined([source], sizes)  # pyright: ignore[reportArgumentType]
     ref = rules.spread(source, tag, sizes)  # pyright: ignore[reportArgumentType]
-    dtype, inner = value(node).dtype, others(sizes, tag.letters)
+    dtype = value(node).dtype
+    inner = others(sizes, tag.letters)
 
     def run(env: Env) -> Tensor:
         found = fit(env.get(ref), ref.letters, tag.letters).to(dtype)
@@ -63,9 +65,11 @@ def copy(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 @rule("rev", ns=P)
 def along(rules: Rules, node: Node, want: Any) -> NodePlan:
     """Along dimensions that are not of rows; and sums over all rows, and flips of rows."""
-    given, source = bound(node), node.args[0]
+    given = bound(node)
+    source = node.args[0]
     assert isinstance(source, Node)
-    sizes, rank = shape(source), len(shape(source))
+    sizes = shape(source)
+    rank = len(shape(source))
     name = next((k for k in ("dim", "dims") if k in given), None)
     dim = given[name] if name else None
     every = dim is None or (isinstance(dim, list | tuple) and not dim)
@@ -150,7 +154,8 @@ def _flipped(
     source = node.args[0]
     of_rows = [d for d in dims if tag.letters[d] == "r"]
     if not of_rows and not every:
-        ref, places = rules.ref(source, tag), [place(tag.letters, d) for d in dims]  # pyright: ignore
+        ref = rules.ref(source, tag)  # pyright: ignore[reportArgumentType]
+        places = [place(tag.letters, d) for d in dims]
         return NodePlan(tag, [ref], lambda env: node.target(env.get(ref), *_moved(node, places)))  # pyright: ignore
     if node.target is A.roll.default or len(of_rows) < len(dims):
         raise Stop("moves rows")

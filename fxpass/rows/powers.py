@@ -49,7 +49,8 @@ class Power:
             one = self._largest(node)
             largest = one if largest is None else call(A.maximum.default, largest, one)
         assert largest is not None
-        zero, one = call(A.eq.Scalar, largest, 0), outer.full([], 1.0, torch.float32)
+        zero = call(A.eq.Scalar, largest, 0)
+        one = outer.full([], 1.0, torch.float32)
         largest = call(A.where.self, zero, one, call(A.clamp_min.default, largest, _LEAST))
         mantissa = call(torch.ops.aten.frexp.Tensor, largest)
         with_mantissa = call(operator.getitem, mantissa, 0)

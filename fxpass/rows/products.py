@@ -22,13 +22,17 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
         bias, a, b = node.args
     else:
         a, b = node.args[:2]
-    of_a, of_b = rules.tag_of(a), rules.tag_of(b)
+    of_a = rules.tag_of(a)
+    of_b = rules.tag_of(b)
     if want is not None:
-        side, tag = (0 if want.letters[0] == "r" else 1), want
+        side = 0 if want.letters[0] == "r" else 1
+        tag = want
     elif of_a is not None and of_a.letters[0] == "r":
-        side, tag = 0, of_a
+        side = 0
+        tag = of_a
     elif of_b is not None and of_b.letters[1] == "r":
-        side, tag = 1, of_b
+        side = 1
+        tag = of_b
     else:
         found = of_a if of_a is not None and of_a.letters[1] == "r" else of_b
         if found is None or "r" not in found.letters or bias is not None:
@@ -69,10 +73,12 @@ def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> NodePlan:
     """``aᵀ b``, a sum over rows, as the gradient of a weight is."""
     if not (rules.has_classes(a) or rules.has_classes(b)):
         raise Stop("sums rows of no classes")
-    left, right = rules.ref(a, tag.like("kr")), rules.ref(b, tag.like("rk"))
+    left = rules.ref(a, tag.like("kr"))
+    right = rules.ref(b, tag.like("rk"))
 
     def run(env: Env) -> Tensor:
-        x, y = masked(env, env.full(left), tag), masked(env, env.full(right), tag)
+        x = masked(env, env.full(left), tag)
+        y = masked(env, env.full(right), tag)
         return torch.mm(x.t(), y)
 
     return NodePlan(None, [left, right], run, (tag.view,))
@@ -84,17 +90,21 @@ def bmm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     a, b = node.args[:2]
     assert isinstance(a, Node)
     assert isinstance(b, Node)
-    of_a, of_b, sizes = rules.tag_of(a), rules.tag_of(b), shape(node)
+    of_a = rules.tag_of(a)
+    of_b = rules.tag_of(b)
+    sizes = shape(node)
     if want is None and of_b is None and of_a is not None:
         letters = of_a.letters
         if letters[:2] in ("rr", "kr") and letters[2] != "r":
             if letters[0] == "r" and not (is_one(sizes[0]) or value(b).stride(0) == 0):
                 raise Stop("multiplies each row by a matrix of its own")
             outer = "k" if rules.is_weight(b) else letter_of(sizes[2], rules.classes)
-            x, weight = rules.ref(a, of_a), Ref("shared", b, "kkk")
+            x = rules.ref(a, of_a)
+            weight = Ref("shared", b, "kkk")
 
             def of_weight(env: Env) -> Tensor:
-                tensor, matrices = env.full(x), env.shared(weight)
+                tensor = env.full(x)
+                matrices = env.shared(weight)
                 if letters[0] == "r":
                     return torch.matmul(tensor, matrices[0])
                 return torch.matmul(tensor.movedim(0, 1), matrices).movedim(0, 1)
@@ -104,10 +114,12 @@ def bmm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
         if tag is None or tag.letters[0] != "r" or "r" in tag.letters[1:]:
             continue
         of_other = tag.like(relettered("rkk", shape(other), rules.classes))
-        x, y = rules.ref(own, tag), rules.ref(other, of_other)
+        x = rules.ref(own, tag)
+        y = rules.ref(other, of_other)
 
         def of_rows(env: Env, x: Ref = x, y: Ref = y, turned: bool = turned) -> Tensor:
-            left, right = env.full(x), env.full(y)
+            left = env.full(x)
+            right = env.full(y)
             return torch.bmm(right, left) if turned else torch.bmm(left, right)
 
         return NodePlan(tag.like(relettered("rkk", sizes, rules.classes)), [x, y], of_rows)

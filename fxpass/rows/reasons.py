@@ -90,7 +90,8 @@ def declined(head: Node | None, stop: Stop, later: Iterable[Node] = ()) -> Decli
         stop: what ended the region.
         later: the nodes of backward.
     """
-    node, place = stop.node, ""
+    node = stop.node
+    place = ""
     if node is not None:
         where = "in backward of" if node in later else "at"
         place = f"{_full_name(node)} {where} {source_place(node)}"
@@ -128,8 +129,10 @@ def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: boo
     """
     tensors: Any = map_arg(call.args[0], _without_data)
     text = str(call.args[1])
-    loop, found = Loop.parse(text), listed(tensors, text)
-    names, device = frozenset(map(head_name, heads)), tensors[0].device
+    loop = Loop.parse(text)
+    found = listed(tensors, text)
+    names = frozenset(map(head_name, heads))
+    device = tensors[0].device
     if found.choice is not None:
         symbolic = any(not isinstance(s, int) for n in call.all_input_nodes for s in shape(n))
         reason = _AGAIN if backward else found.choice.reason
@@ -152,7 +155,8 @@ _AGAIN = "backward computes the logits again"
 
 def _without_data(node: Node) -> torch.Tensor:
     tensor = value(node)
-    sizes, strides = [hint(s) for s in tensor.shape], [hint(s) for s in tensor.stride()]
+    sizes = [hint(s) for s in tensor.shape]
+    strides = [hint(s) for s in tensor.stride()]
     with FakeTensorMode():
         return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
 

@@ -220,7 +220,8 @@ def _factor(found: Found, graph: Graph, starts: list[Node], inside: set[Node]) -
         return
     degree = degrees(found.rules, graph, reached[0])
     if all(degree[node] is not None for node in inside):
-        found.factor, found.degrees = reached[0], degree
+        found.factor = reached[0]
+        found.degrees = degree
 
 
 def _phases(
@@ -228,7 +229,9 @@ def _phases(
 ) -> dict[Node, int]:
     """The phase of each node: one more for each way out of the regions through sums over rows;
     what reads a tangent that is no factor is of the last."""
-    rules, phase, last = found.rules, dict[Node, int](), 0
+    rules = found.rules
+    phase = dict[Node, int]()
+    last = 0
     for backward in (False, True):
         for node in graph.nodes:
             if node in starts:

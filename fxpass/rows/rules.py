@@ -240,7 +240,8 @@ class Rules:
         letters = "".join(
             ("r" if real else "k") if letter == "r" else letter for letter in tag.letters[start:]
         )
-        want, have = tag.like(letters), self.tag_of(node)
+        want = tag.like(letters)
+        have = self.tag_of(node)
         if have is not None and have.rows and len(have.rows) < len(tag.rows):
             raise Stop("combines rows with other rows")
         full = all(i >= start and same(own[i - start], sizes[i]) for i in tag.rows)
@@ -328,7 +329,8 @@ def fill(node: Node, tagged: Container[Node] = ()) -> Any:
         return 1
     source: Any = node.args[0] if node.args else None
     if found in _SAME and is_tensor(source) and source not in tagged:
-        number, dtype = fill(source, tagged), value(source).dtype
+        number = fill(source, tagged)
+        dtype = value(source).dtype
         return number if value(node).dtype == dtype else held(number, dtype)
     return None
 
@@ -364,7 +366,8 @@ def fit(tensor: Any, letters: str, result: str) -> Any:
     """A canonical tensor, with a dimension for each of a canonical result, for broadcasting."""
     if not isinstance(tensor, Tensor) or tensor.dim() == 0:
         return tensor
-    start, index = len(result) - len(letters), [slice(None)]
+    start = len(result) - len(letters)
+    index = [slice(None)]
     for i, letter in enumerate(result):
         own = letters[i - start] if i >= start else ""
         if letter != "r":
@@ -381,7 +384,9 @@ def beside(mask: Tensor, tensor: Tensor) -> Tensor:
 
 def put(env: Env, view: View, base: Ref, source: Ref) -> Tensor:
     """The source in the rows of a view, the base in others."""
-    whole, some, inside = env.full(base), env.full(source), env.inside(view)
+    whole = env.full(base)
+    some = env.full(source)
+    inside = env.inside(view)
     return some if inside is None else torch.where(beside(inside, some), some, whole)
 
 

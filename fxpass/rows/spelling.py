@@ -97,7 +97,8 @@ def _stacked(graph: Graph, node: Node) -> Node | None:
     joined: Any = node.args[0]
     if packet(joined) is not A.cat or (len(joined.args) > 1 and joined.args[1]):
         return None
-    parts, sizes = joined.args[0], keys(shape(node)[1:])
+    parts = joined.args[0]
+    sizes = keys(shape(node)[1:])
     if len(parts) < 2 or not shape(parts[0]) or key(shape(node)[0]) != len(parts):
         return None
     if any(keys(shape(part)) != sizes for part in parts):
@@ -142,14 +143,16 @@ def _zeros(graph: Graph, node: Node) -> Node:
 def _of_rows_first(graph: Graph, node: Node) -> Node | None:
     """The extreme of the extremes, or the sum of the sums, of the last dimension."""
     source: Any = node.args[0]
-    sizes, keep = shape(source), bool(node.args[2]) if len(node.args) > 2 else False
+    sizes = shape(source)
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
     dims = (node.args[1] if len(node.args) > 1 else None) or range(len(sizes))
     first = sorted({d % len(sizes) for d in dims}) if sizes else []  # pyright: ignore
     if len(first) < 2 or first[-1] != len(sizes) - 1:
         return None
     if node.target is A.sum.dim_IntList and len(first) == len(sizes):
         return None  # a loop adds up all rows
-    reduced, kwargs = _NESTED[node.target], dict(node.kwargs)
+    reduced = _NESTED[node.target]
+    kwargs = dict(node.kwargs)
     with graph.inserting_before(node):
         rows = graph.call_function(reduced, (source, [-1], keep), kwargs)
         made = graph.call_function(reduced, (rows, first[:-1], keep), kwargs)

@@ -49,7 +49,8 @@ class _Stacks:
     def visit(self, node: Node) -> None:
         """Replaces a node, or notes of which parts it is a stack."""
         self.outer.trace = node.meta.get("stack_trace")
-        what, source = packet(node), node.args[0] if node.args else None
+        what = packet(node)
+        source = node.args[0] if node.args else None
         if what is A.cat:
             if parts := _stacked(node):
                 self.parts[node] = [self._one(part) for part in parts]
@@ -71,7 +72,8 @@ class _Stacks:
         return self.outer.call(A.select.int, node, 0, 0)
 
     def _each(self, node: Node) -> None:
-        rank, tensors = len(shape(node)), [a for a in node.all_input_nodes if is_tensor(a)]
+        rank = len(shape(node))
+        tensors = [a for a in node.all_input_nodes if is_tensor(a)]
         stacked = [a for a in tensors if a in self.parts]
         if not stacked or torch.Tag.nondeterministic_seeded in node.target.tags:  # pyright: ignore
             return
@@ -91,7 +93,8 @@ class _Stacks:
         self.parts[node] = [part(i) for i in range(len(self.parts[stacked[0]]))]
 
     def _reduced(self, node: Node, parts: list[Node]) -> None:
-        named, dtype = bound(node), value(node).dtype
+        named = bound(node)
+        dtype = value(node).dtype
         rounds = len(parts) > 2 and dtype.itemsize < 4
         if list(named["dim"] or ()) != [0] or rounds or dtype != value(parts[0]).dtype:
             return
@@ -106,6 +109,7 @@ class _Stacks:
 def _stacked(node: Node) -> Sequence[Node]:
     """The tensors ``[1, ...]`` that are joined; none for another call."""
     tensors: Any = node.args[0]
-    rank, along = len(shape(node)), bound(node)["dim"]
+    rank = len(shape(node))
+    along = bound(node)["dim"]
     whole = 1 < len(tensors) <= MOST and rank > 2 and not along % rank
     return tensors if whole and all(is_one(shape(t)[0]) for t in tensors) else ()

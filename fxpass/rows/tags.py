@@ -86,7 +86,8 @@ class View:
         if kind == "permute":
             before = self
             if self.last[0] == kind:
-                args, before = tuple(self.last[1][i] for i in args), self.before
+                args = tuple(self.last[1][i] for i in args)
+                before = self.before
             if args == tuple(range(len(args))):
                 return before
             return View(self.root, (*before.steps, (kind, args, made)))
@@ -156,17 +157,22 @@ def regrouped(old: Sequence[Any], letters: str, new: Sequence[Any], classes: int
         Stop: a dimension would have rows and classes.
     """
     unknown = Stop("reshapes in a way that is not known")
-    before, after = list(map(key, old)), list(map(key, new))
+    before = list(map(key, old))
+    after = list(map(key, new))
     last = 0  # so many dimensions at the end stay, of whatever size the others are
     while last < min(len(before), len(after)) and before[-1 - last] == after[-1 - last] != 1:
         last += 1
     kept = letters[len(before) - last :]
-    before, after = before[: len(before) - last], after[: len(after) - last]
-    found, i, j = [], 0, 0
+    before = before[: len(before) - last]
+    after = after[: len(after) - last]
+    found = []
+    i = 0
+    j = 0
     while i < len(before) or j < len(after):
         if i < len(before) and j < len(after) and before[i] == after[j]:
             found.append(letters[i])
-            i, j = i + 1, j + 1
+            i = i + 1
+            j = j + 1
         elif i < len(before) and before[i] == 1:
             i += 1
         elif j < len(after) and after[j] == 1:
@@ -175,8 +181,10 @@ def regrouped(old: Sequence[Any], letters: str, new: Sequence[Any], classes: int
         elif i == len(before) or j == len(after):
             raise unknown
         else:
-            i0, j0 = i, j
-            i, j = i + 1, j + 1
+            i0 = i
+            j0 = j
+            i = i + 1
+            j = j + 1
             while not _same_product(before[i0:i], after[j0:j]):
                 smaller = numel(old[i0:i]) < numel(new[j0:j])
                 if (smaller or j == len(after)) and i < len(before):
@@ -195,5 +203,6 @@ def regrouped(old: Sequence[Any], letters: str, new: Sequence[Any], classes: int
 
 def _same_product(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether sizes are known to have the same product."""
-    left, right = math.prod(some), math.prod(others)
+    left = math.prod(some)
+    right = math.prod(others)
     return left == right or sympy.expand(left) == sympy.expand(right)

@@ -22,18 +22,22 @@ from fxpass.rows.tags import (
 @rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """The same elements in other dimensions."""
-    source, after = source_of(node), shape(node)
+    source = source_of(node)
+    after = shape(node)
     before = shape(source)
     if want is None:
         tag = tagged(rules, source)
         letters = regrouped(before, tag.letters, after, rules.classes)
         made = tag.like(letters)
-        result, given = tag.like(letters, tag.view.reshape(made.row_sizes(after))), tag
+        result = tag.like(letters, tag.view.reshape(made.row_sizes(after)))
+        given = tag
     else:
         letters = regrouped(after, want.letters, before, rules.classes)
         made = want.like(letters)
-        result, given = want, want.like(letters, want.view.reshape(made.row_sizes(before)))
-    ref, sizes = rules.ref(source, given), others(after, result.letters)
+        result = want
+        given = want.like(letters, want.view.reshape(made.row_sizes(before)))
+    ref = rules.ref(source, given)
+    sizes = others(after, result.letters)
 
     def run(env: Env) -> Tensor:
         tensor = env.get(ref)
@@ -45,7 +49,8 @@ def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 @rule("permute", "transpose", "t")
 def permute(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """The dimensions in another order."""
-    source, order = source_of(node), _order(node)
+    source = source_of(node)
+    order = _order(node)
     sizes = shape(source)
     if want is None:
         letters = tagged(rules, source).letters
@@ -60,8 +65,10 @@ def permute(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     else:
         back = tuple(places.index(i) for i in range(len(places)))
         view = want.view.then("permute", back, [sizes[d] for d in sorted(of_rows)])
-        result, given = want, want.like(letters, view)
-    ref, inner = rules.ref(source, given), [place(letters, d) for d in order if letters[d] != "r"]
+        result = want
+        given = want.like(letters, view)
+    ref = rules.ref(source, given)
+    inner = [place(letters, d) for d in order if letters[d] != "r"]
     return NodePlan(result, [ref], lambda env: env.get(ref).permute(0, *inner))
 
 
@@ -80,7 +87,8 @@ def _order(node: Node) -> list[int]:
 @rule("expand")
 def expand(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Dimensions of one element as larger ones, and new dimensions in front."""
-    source, sizes = source_of(node), shape(node)
+    source = source_of(node)
+    sizes = shape(node)
     if want is None:
         tag = tagged(rules, source)
         start = len(sizes) - len(tag.letters)
@@ -89,7 +97,8 @@ def expand(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
                 raise Stop("spreads rows")
         want = tag.like(relettered("k" * start + tag.letters, sizes, rules.classes))
     tag = want
-    ref, inner = rules.spread(source, tag, sizes), others(sizes, tag.letters)
+    ref = rules.spread(source, tag, sizes)
+    inner = others(sizes, tag.letters)
 
     def run(env: Env) -> Tensor:
         tensor = fit(env.get(ref), ref.letters, tag.letters)
@@ -103,7 +112,8 @@ def moved(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """Another device: a loop runs on one."""
     if want is not None:
         raise Stop("moves a large operand between devices")
-    before, after = value(source_of(node)).device, value(node).device
+    before = value(source_of(node)).device
+    after = value(node).device
     raise Stop(f"moves the logits from {before} to {after}; move the labels to {before} instead")
 
 

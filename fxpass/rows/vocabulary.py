@@ -55,10 +55,13 @@ def vocabulary_loss(
         summed: whether x has all rows, and the caller adds its gradients up.
     """
     x = x if summed else whole_rows(x, group, sequence_dim)
-    weight, bias = local(weight), None if bias is None else local(bias)
-    shape, here = x.shape[:-1], weight.shape[0]
+    weight = local(weight)
+    bias = None if bias is None else local(bias)
+    shape = x.shape[:-1]
+    here = weight.shape[0]
     z = _logits(x.flatten(0, -2), weight, bias, -(-classes // ranks), logits)
-    even, most = classes % ranks == 0, z.shape[-1]
+    even = classes % ranks == 0
+    most = z.shape[-1]
     exists = torch.arange(most, device=z.device) < here
     z = z if even else z.masked_fill(~exists, float("-inf"))  # all ranks have as many
     z = z - all_reduce(z.detach().amax(-1, keepdim=True), "max", group)
@@ -109,7 +112,9 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, transform
     """This rank's logits, of as many classes as any rank has, at least in f32."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x = x.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     if missing := most - weight.shape[0]:
         weight = F.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing))
