@@ -22,7 +22,7 @@ from benchmarks.loss.heads import HEADS, ROWS
 from benchmarks.loss.picture import STYLE
 from benchmarks.loss.table import MIB
 from fxpass.formula.reductions import Reductions
-from fxpass.plan.plan import plan
+from fxpass.plan.plan import plan_head
 
 LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
 # A browser shows the picture on white or on black: grey can be read on both.
@@ -50,7 +50,7 @@ def inductor(n: int, d: int, v: int) -> int:
 
 def fusedce(n: int, d: int, v: int) -> int:
     """A chunk of logits, and the gradients or the f32 sums of the weight's."""
-    got = plan(n, d, v, torch.bfloat16, torch.device("cuda"), LOSS, False, True)
+    got = plan_head(n, d, v, torch.bfloat16, torch.device("cuda"), LOSS, False, True)
     weight = 2 * d * v
     of_weight = got.sums + max(got.scratch, weight) if got.sums else got.scratch + weight
     return of_weight + 2 * n * d

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import fxpass
+from fxpass import messages
 
 EXIT_CODES = """\
 exit status: 0 no problem, 1 the command found a problem, 2 wrong usage"""
@@ -65,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `fxpass doctor | head`
         nothing = os.open(os.devnull, os.O_WRONLY)
-        for number in (1, 2):  # what is left in the buffers
-            os.dup2(nothing, number)
+        for descriptor in (1, 2):  # the buffers are not empty
+            os.dup2(nothing, descriptor)
         return 141
 
 
@@ -119,12 +120,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
+    def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} on")
+            raise argparse.ArgumentTypeError(messages.WHOLE_NUMBER.format(text=text, least=minimum))
         return int(text)
 
-    return read
+    return whole_number
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -136,25 +137,25 @@ def _demo(options: argparse.Namespace) -> int:
         job = demo.job_of(options.device, options.dtype, **sizes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return demo.run(job, options.steps, options.providers)
+    return demo.compare_providers(job, options.steps, options.providers)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     from fxpass.cli import doctor
 
-    return doctor.run()
+    return doctor.print_report()
 
 
 def _explain(options: argparse.Namespace) -> int:
     _check_settings()
     path, colon, name = options.target.rpartition(":")
     if not colon or not path or not name.isidentifier():
-        raise UsageError(f"{options.target!r} is not of the form FILE:FUNCTION")
+        raise UsageError(messages.TARGET_FORM.format(target=options.target))
     try:
         module = _import_file(Path(path))
         function = getattr(module, name, None)
         if not callable(function):
-            raise UsageError(f"{path} has no function {name}")
+            raise UsageError(messages.NO_FUNCTION.format(path=path, name=name))
         args, kwargs = _inputs(module, name, function)
         report = fxpass.explain(function, *args, **kwargs)
     except (UsageError, BrokenPipeError):
@@ -189,10 +190,10 @@ def _check_settings() -> None:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(messages.NO_FILE.format(path=path))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is not a Python file")
+        raise UsageError(messages.NO_PYTHON.format(path=path))
     module = importlib.util.module_from_spec(spec)
     # as for `python FILE`: the file can import its neighbours, and is imported under its name
     sys.path.insert(0, str(path.parent.resolve()))
@@ -210,14 +211,12 @@ def _inputs(
         inputs = make()
         if not isinstance(inputs, dict | tuple | list):
             kind = type(inputs).__name__
-            raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
+            raise UsageError(messages.INPUTS_TYPE.format(name=name, kind=kind))
         return ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     try:  # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
         inspect.signature(getattr(function, "forward", function)).bind()
     except TypeError as error:
-        raise UsageError(
-            f"{name}: {error}: define {name}_inputs() that returns them (see fxpass explain --help)"
-        ) from error
+        raise UsageError(messages.INPUTS_MISSING.format(name=name, error=error)) from error
     return (), {}
 
 

@@ -1,7 +1,7 @@
 """The backend ``fusedce``: rewrite the Dynamo graph, then hand it to the inner backend.
 
 In: a graph and example inputs from Dynamo. Out: the compiled function of the inner backend. torch
-finds the backend through the entry-point group ``torch_dynamo_backends``, so users import nothing::
+finds the backend through the entry-point group ``torch_dynamo_backends``: users import nothing::
 
     torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
 
@@ -21,8 +21,10 @@ from typing import Any
 from torch._dynamo.backends import registry
 from torch.fx import GraphModule
 
+from fxpass import messages
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
+from fxpass.releases.torch_2_11 import describe_encoder_layers
+from fxpass.rewrite.dynamo import trace_through_log_once
 from fxpass.settings import PREFIX, SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -53,37 +55,40 @@ def fusedce(
     """
     from fxpass.graph.source import warn_once
     from fxpass.rewrite.compiling import compile_graph
-    from fxpass.rewrite.inner import compile_inner
+    from fxpass.rewrite.inner import InnerBackend, compile_inner
     from fxpass.rewrite.outputs import plain_inputs
     from fxpass.rewrite.remembered import remembering
-    from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
+    from fxpass.rewrite.stored import is_stored, with_materialised_logits, with_operator
 
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
+    inner = InnerBackend(settings.inner, mode, rest, name)
     if not settings.enabled:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
-        return compile_inner(settings.inner, gm, example_inputs, mode, rest, region=name)
+        return compile_inner(inner, gm, example_inputs)
     stored = is_stored(gm)
-    examples, take_plain = plain_inputs(example_inputs)
+    examples, with_plain_inputs = plain_inputs(example_inputs)
 
     def compile(rows: Any) -> Callable[..., Any]:
         with remembering(gm, rows):
-            arguments = settings.inner, gm, examples, mode, rest, settings.mixed_dtypes
-            return compile_inner(*arguments, region=name, rows=rows)
+            return compile_inner(inner, gm, examples, settings.mixed_dtypes, rows=rows)
 
-    kept = with_kept_logits(settings) if stored else settings
-    outcome, _, compiled = compile_graph(gm, kept, example_inputs, compile)
+    in_force = with_materialised_logits(settings) if stored else settings
+    compiled = compile_graph(gm, in_force, example_inputs, compile)
+    outcome = compiled.outcome
     for rejection in outcome.rejections:
         if rejection.loss_elsewhere:
             warn_once(log, "loss elsewhere", str(rejection))
-    if stored and (outcome.heads or outcome.later):  # with kept logits, nothing wraps it
-        compiled = with_operator(compiled)
-    return take_plain(compiled)
+    function = compiled.function
+    # torch stores this function: with materialised logits, no other function is around it
+    if stored and (outcome.heads or outcome.candidates):
+        function = with_operator(function)
+    return with_plain_inputs(function)
 
 
 def misnamed(*_args: Any, **_options: Any) -> Any:
     """Raises for ``backend="fxpass"``, which is no backend, and names the right one."""
-    raise SettingError('the backend of the package fxpass is named "fusedce": backend="fusedce"')
+    raise SettingError(messages.BACKEND_NAME)
 
 
 if Settings.read().enabled:
@@ -91,5 +96,5 @@ if Settings.read().enabled:
     describe_encoder_layers()
     watch_optimizers()  # the logits of the first step may be made in its closure
 registered = None
-if "fusedce" not in registry._COMPILER_FNS:  # it is there when this module is reloaded
+if "fusedce" not in registry._COMPILER_FNS:  # registered already if this module is reloaded
     registry.register_backend(fusedce)

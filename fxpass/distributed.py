@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+from fxpass import messages
 from fxpass.formula import expression
-from fxpass.formula.shards import dealt
+from fxpass.formula.shards import class_shard
 from fxpass.functional import compiled_alone
 from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
 from fxpass.op.collectives import with_summed_gradient
-from fxpass.rows.vocabulary import local, vocabulary_loss
+from fxpass.rows.vocabulary import local_shard, vocabulary_loss
 from fxpass.settings import Settings
 
 if TYPE_CHECKING:
@@ -91,29 +92,28 @@ def linear_cross_entropy(
             device-side assertion fails).
     """
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
+        raise ValueError(messages.REDUCTION.format(names=", ".join(_REDUCTIONS), value=reduction))
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+        raise ValueError(messages.LABEL_SMOOTHING.format(value=label_smoothing))
     if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"ignore_index must fit into int64, got {ignore_index}")
+        raise ValueError(messages.IGNORE_INDEX.format(value=ignore_index))
     if any(t is not None and t.requires_grad for t in (target, weight)):
-        raise RuntimeError("the target or the class weights requires a gradient: detach them")
+        raise RuntimeError(messages.TARGET_GRADIENT)
     shard = _shard_of(linear_weight, group, classes)
     _check(input, target, weight, shard, sequence_dim)
     options = _Options(reduction, ignore_index, label_smoothing, logits, sequence_dim)
     if torch.compiler.is_compiling() or detect_fake_mode([input]) is not None:  # traced by others
-        return vocabulary_loss(input, linear_weight, linear_bias, target, weight, *shard, *options)
+        return _loss(input, linear_weight, linear_bias, target, weight, shard, options)
     expression.parse(logits)
     index = None if target.is_floating_point() else target.long()
     if index is not None and index.device.type == "cpu":
         _check_classes(index, ignore_index, shard.classes)
     x = input
-    sizes = local(linear_weight)
     if is_dtensor(x):
         x = with_summed_gradient(cast(Any, x).full_tensor(), shard.group)
-    bias = None if linear_bias is None else local(linear_bias)
-    run = _program(shard, options, is_dtensor(input), Settings.read().memory_mb)
-    return run(x, sizes, bias, target, weight)
+    bias = None if linear_bias is None else local_shard(linear_bias)
+    program = _program(shard, options, is_dtensor(input), Settings.read().memory_mb)
+    return program(x, local_shard(linear_weight), bias, target, weight)
 
 
 class _Options(NamedTuple):
@@ -136,14 +136,53 @@ def _program(
         summed: whether the gradient of the hidden states is added up by the caller.
     """
 
-    def run(*tensors: Tensor | None) -> Tensor:
-        return vocabulary_loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
+    def loss(
+        x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None
+    ) -> Tensor:
+        return _loss(x, weight, bias, target, class_weight, shard, options, summed)
 
-    return compiled_alone(run, memory_mb)
+    return compiled_alone(loss, memory_mb)
+
+
+def _loss(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    shard: _Shard,
+    options: _Options,
+    summed: bool = False,
+) -> Tensor:
+    """:func:`fxpass.rows.vocabulary.vocabulary_loss`, which has no records among its parameters:
+    it is a node of a graph."""
+    return vocabulary_loss(
+        x,
+        weight,
+        bias,
+        target,
+        class_weight,
+        first=shard.first,
+        classes=shard.classes,
+        group=shard.group,
+        ranks=shard.ranks,
+        reduction=options.reduction,
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
+        logits=options.logits,
+        sequence_dim=options.sequence_dim,
+        summed=summed,
+    )
 
 
 class _Shard(NamedTuple):
-    """A rank's first class, the number of all classes, and the group that shards them."""
+    """A rank's part of the classes.
+
+    Attributes:
+        first: the rank's first class.
+        classes: the number of all classes.
+        group, ranks: the name and the size of the group that shards the classes.
+    """
 
     first: int
     classes: int
@@ -154,40 +193,32 @@ class _Shard(NamedTuple):
 def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
     """This rank's part of the classes."""
     if compiled_for_all_ranks():
-        raise ValueError(
-            f"{_NAME}: the compiled code depends on the rank's classes; set "
-            "torch.distributed.config.compile_on_one_rank = False"
-        )
+        raise ValueError(messages.COMPILED_FOR_ALL.format(name=_NAME))
     if is_dtensor(weight):
         mesh = weight.device_mesh
         placements = placements_of(weight)
         over = [i for i, p in enumerate(placements) if not p.is_replicate()]
         if len(over) != 1 or not placements[over[0]].is_shard(0):
-            raise ValueError(
-                f"{_NAME}: linear_weight has the placements {list(placements)}; it has to be "
-                "sharded over its classes, Shard(0), along one dimension of its mesh"
-            )
-        # Dynamo of torch 2.11 cannot trace DTensor's function for this
+            raise ValueError(messages.PLACEMENTS.format(name=_NAME, placements=list(placements)))
+        # torch 2.11: Dynamo cannot trace DTensor's function for the shard's size and offset
         group = mesh.get_group(over[0])
         total = int(weight.shape[0])
-        first, _ = dealt(total, group.size(), group.rank())
+        first, _ = class_shard(total, group.size(), group.rank())
         return _Shard(first, total, group.group_name, group.size())
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise ValueError(
-            f"{_NAME} needs a process group: call torch.distributed.init_process_group, or pass one"
-        )
+        raise ValueError(messages.NO_GROUP.format(name=_NAME))
     if not isinstance(group, dist.ProcessGroup):
         group = group.get_group()
     ranks = group.size()
     count = weight.shape[0]
     total = count * ranks if classes is None else classes
-    first, here = dealt(total, ranks, group.rank())
+    first, here = class_shard(total, ranks, group.rank())
     if here != count:
         raise ValueError(
-            f"{_NAME}: rank {group.rank()} of {ranks} has {count} of {total} classes, and should "
-            f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
-            "not this rank's number times the number of ranks, pass classes="
+            messages.SHARD_SIZE.format(
+                name=_NAME, rank=group.rank(), ranks=ranks, count=count, classes=total, due=here
+            )
         )
     return _Shard(first, total, group.group_name, ranks)
 
@@ -200,19 +231,24 @@ def _check(
     for name, t in (("weight", weight), ("target", target if probabilities else None)):
         if t is not None and t.shape[-1] != shard.classes:
             raise ValueError(
-                f"{_NAME}: {name} has {t.shape[-1]} of {shard.classes} classes; each rank needs "
-                "all of them"
+                messages.ALL_CLASSES.format(
+                    name=_NAME, operand=name, count=t.shape[-1], classes=shard.classes
+                )
             )
     if is_dtensor(x) and sequence_dim is not None:
-        raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
+        raise ValueError(messages.SEQUENCE_DIM.format(name=_NAME))
     sizes = list(x.shape)
     if sequence_dim is not None and -len(sizes) <= sequence_dim < len(sizes):
         sizes[sequence_dim] *= shard.ranks
     shape = target.shape[:-1] if probabilities else target.shape
     if list(shape) != sizes[:-1] or len(sizes) < 2:
         raise ValueError(
-            f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
-            f"{sizes}{'' if sequence_dim is None else ' from all ranks'} and {list(target.shape)}"
+            messages.SAME_ROWS.format(
+                name=_NAME,
+                input=sizes,
+                ranks="" if sequence_dim is None else " from all ranks",
+                target=list(target.shape),
+            )
         )
 
 
@@ -220,4 +256,4 @@ def _check_classes(index: Tensor, ignored: int, classes: int) -> None:
     """Raises IndexError for a class that does not exist."""
     wrong = index[(index != ignored) & ((index < 0) | (index >= classes))]
     if len(wrong):
-        raise IndexError(f"class {int(wrong[0])} is out of bounds: there are {classes} classes")
+        raise IndexError(messages.CLASS_RANGE.format(index=int(wrong[0]), classes=classes))

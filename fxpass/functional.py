@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext, detect_fake_mode
 
+from fxpass import messages
 from fxpass.rows.backend import RowsPass
 from fxpass.settings import Settings
 
@@ -63,8 +64,8 @@ def linear_cross_entropy(
     Raises:
         ValueError, RuntimeError, IndexError: as ``torch.nn.functional.cross_entropy`` does.
     """
-    given = input, linear_weight, linear_bias, target, weight
-    return _run(_cross_entropy, given, reduction, ignore_index, label_smoothing)
+    tensors = (input, linear_weight, linear_bias, target, weight)
+    return _fused(_cross_entropy, tensors, reduction, ignore_index, label_smoothing)
 
 
 def linear_log_probs(
@@ -90,8 +91,8 @@ def linear_log_probs(
         RuntimeError: operands do not fit together, or a class does not exist.
     """
     if not isinstance(temperature, int | float) or not temperature > 0:
-        raise ValueError(f"temperature must be a positive number, got {temperature}")
-    return _run(_log_probs, (input, linear_weight, linear_bias, target), temperature)
+        raise ValueError(messages.TEMPERATURE.format(value=temperature))
+    return _fused(_log_probs, (input, linear_weight, linear_bias, target), temperature)
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -127,7 +128,10 @@ def _log_probs(
     return logits.log_softmax(-1).gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
 
 
-def _run(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], *options: Any) -> Any:
+def _fused(
+    function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], *options: Any
+) -> Tensor:
+    """The function's result: traced by a surrounding compiler, or computed by a program."""
     if torch.compiler.is_compiling() or detect_fake_mode(tensors) is not None:  # traced by others
         return function(*tensors, *options)
     return _program(function, options, Settings.read().memory_mb)(*tensors)
@@ -137,13 +141,13 @@ def _run(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], *o
 def _program(
     function: Callable[..., Tensor], options: tuple[Any, ...], memory_mb: int
 ) -> Callable[..., Tensor]:
-    def run(*tensors: Tensor | None) -> Tensor:
+    def loss(*tensors: Tensor | None) -> Tensor:
         return function(*tensors, *options)
 
-    return compiled_alone(run, memory_mb)
+    return compiled_alone(loss, memory_mb)
 
 
-def compiled_alone(run: Callable[..., Tensor], memory_mb: int) -> Callable[..., Tensor]:
+def compiled_alone(loss: Callable[..., Tensor], memory_mb: int) -> Callable[..., Tensor]:
     """A function of tensors, compiled by the pass alone, for any number of rows."""
     inner = RowsPass(memory_mb=memory_mb).backend()
 
@@ -154,7 +158,7 @@ def compiled_alone(run: Callable[..., Tensor], memory_mb: int) -> Callable[..., 
             context.fw_metadata.bw_donated_idxs = []  # backward may run twice
         return made
 
-    # each program may be compiled for several sizes: Dynamo counts by code
-    code = run.__code__.replace(co_name=f"loss_{next(_numbers)}")
-    own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    # each program may be compiled for several sizes: Dynamo counts compilations by code object
+    code = loss.__code__.replace(co_name=f"loss_{next(_numbers)}")
+    own = FunctionType(code, loss.__globals__, code.co_name, None, loss.__closure__)
     return torch.compile(own, backend=backend)

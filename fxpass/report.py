@@ -22,20 +22,23 @@ import torch
 from torch._dynamo import config, eval_frame
 from torch.fx import GraphModule
 
+from fxpass import messages
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.deferred.watch import Computed, watched
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import ASSUMED, Launch
-from fxpass.plan.plan import size
+from fxpass.plan.budget import size_text
+from fxpass.releases.torch_2_11 import describe_encoder_layers
 from fxpass.rewrite.compiled import is_compiled, reaches_compiled
 from fxpass.rewrite.compiling import compile_graph
-from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
-from fxpass.rewrite.inner import compile_inner
+from fxpass.rewrite.dynamo import trace_through_log_once
+from fxpass.rewrite.inner import InnerBackend, compile_inner
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.rejections import Rejection
 from fxpass.rewrite.settled import text_after
-from fxpass.rewrite.stored import with_kept_logits
+from fxpass.rewrite.stored import with_materialised_logits
+from fxpass.rewrite.transform import Outcome
 from fxpass.rows.backend import RowsPass
 from fxpass.settings import Settings
 
@@ -56,10 +59,10 @@ class Report:
             ``.source``, the launch ``.options``, and the ``.gpu`` that they are for: the operands'
             GPU, else the current one, else an H200 (sm_90), which ``str()`` leaves out.
         before, after: each graph as text, before and after the rewrite.
-        labels_missing: whether the function takes ``labels`` and got none, as models do that
-            return a loss only if they get labels.
-        in_parts: whether the function is not compiled and calls what is: the graphs are those of
-            the compiled parts, as in a run without ``explain``.
+        labels_missing: whether the function has a parameter ``labels`` and got no labels: some
+            models return a loss only with labels.
+        in_parts: whether the function is not compiled and calls compiled functions: the graphs are
+            theirs, as in a run without ``explain``.
         computed: the deferred logits that the run computed, each with the line that reads them.
     """
 
@@ -94,12 +97,12 @@ class Report:
         for match in self.matches:
             lines.append(f"  {match}")
             lines += [f"    {call.choice}" for call in match.calls]
-        records = (*_counted(map(str, self.rejections)), *cast_lines(self.casts))
-        lines += [f"  {record}" for record in records]
-        lines += [f"  graph break: {place}" for place in self.breaks]
-        lines += [f"  materialised: {computed}" for computed in self.computed]
+        records = [*_counted(map(str, self.rejections)), *cast_lines(self.casts)]
+        records += [f"graph break: {place}" for place in self.breaks]
+        records += [f"materialised: {computed}" for computed in self.computed]
+        lines += [messages.with_code(f"  {record}", before=" " * 4) for record in records]
         if self.logits_bytes:
-            lines.append(f"  logits not materialised: {size(self.logits_bytes)}")
+            lines.append(f"  logits not materialised: {size_text(self.logits_bytes)}")
         if not self.graphs:
             lines.append(
                 "  nothing was traced: Dynamo is off (TORCHDYNAMO_DISABLE=1, set_stance), or the "
@@ -117,7 +120,7 @@ class Report:
 
 
 def _counted(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in the numbers of nodes only, as one line: a loop makes them alike."""
+    """Lines that differ only in the numbers of nodes, as those of a Python loop do, as one line."""
     alike: dict[str, list[str]] = {}
     for line in lines:
         alike.setdefault(re.sub(r"(%\w+?)_\d+\b", r"\1", line), []).append(line)
@@ -133,13 +136,12 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Runs ``fn(*args, **kwargs)`` once through the rewrite, with no inner compiler.
 
     Args:
-        fn: a function or module. One that is not compiled is compiled as one; if it calls compiled
-            functions or modules, it runs as it is, and the report is about these, whatever their
-            backend.
-        args, kwargs: its arguments; the function runs, with its side effects; twice if it could
-            call what is compiled and does not. As with
-            ``torch._dynamo.explain``, all compiled code is dropped and compiled again at its next
-            call.
+        fn: a function or module. If it is not compiled and calls compiled functions or modules, it
+            runs as it is, and the report is about these, whatever their backend; otherwise it is
+            compiled as a whole.
+        args, kwargs: its arguments. The function runs, with its side effects; twice if it could
+            call a compiled function and does not. As with ``torch._dynamo.explain``, all compiled
+            code is dropped, and compiled again at its next call.
 
     Settings are read from the environment, except ``FUSEDCE=0``, which is ignored. Losses with
     smaller logits than ``FUSEDCE_MIN_LOGITS_MB`` are reported as not fused; 0 fuses them.
@@ -155,30 +157,30 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     trace_through_log_once()
     describe_encoder_layers()
     if config.caching_precompile:
-        settings = with_kept_logits(settings)
-    outcomes = []
-    before = []
-    after = []
-    breaks = []
-    later: list[Cast] = []
+        settings = with_materialised_logits(settings)
+    outcomes: list[Outcome] = []
+    before: list[str] = []
+    after: list[str] = []
+    breaks: list[str] = []
+    aot_casts: list[Cast] = []
 
-    # the name by which deferred logits know that what reads them can be answered
+    # fxpass.deferred.dynamo looks for the backend's name, which is that of this function
     def fusedce(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
         breaks.extend(_break_after(gm))
-        arguments = "aot_eager", gm, example_inputs, None, {}, settings.mixed_dtypes
 
         def compile(rows: RowsPass) -> Callable[..., Any]:
-            return compile_inner(*arguments, record, rows=rows)
+            inner = InnerBackend("aot_eager")
+            return compile_inner(inner, gm, example_inputs, settings.mixed_dtypes, record, rows)
 
-        outcome, made, compiled = compile_graph(gm, settings, example_inputs, compile)
-        outcomes.append(outcome)
-        after.append(text_after(gm, made))
-        return compiled
+        compiled = compile_graph(gm, settings, example_inputs, compile)
+        outcomes.append(compiled.outcome)
+        after.append(text_after(gm, compiled.joint_graphs))
+        return compiled.function
 
     def record(found: list[Cast]) -> None:
         note(found)
-        later.extend(found)
+        aot_casts.extend(found)
 
     # a compiled call, which module.compile() has set, would run in place of the function
     module: Any = fn
@@ -188,7 +190,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     try:
         if in_place is not None:
             module._compiled_call_impl = None
-        # no stored code in place of the function, and none of this code stored
+        # neither run stored code in place of the function, nor store this code
         with config.patch(caching_precompile=False), watched() as computed:
             if in_parts:
                 with torch.compiler.set_stance("default", force_backend=fusedce):
@@ -196,8 +198,8 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
             if not outcomes:
                 in_parts = False
                 # torch.compile would change a class for good, and does not trace its construction
-                run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=fusedce)
-                run(*args, **kwargs)
+                compiled: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=fusedce)
+                compiled(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()
@@ -208,7 +210,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         breaks=tuple(breaks),
         matches=tuple(head for o in outcomes for head in o.heads),
         rejections=tuple(r for o in outcomes for r in o.rejections),
-        casts=(*(c for o in outcomes for c in o.casts), *later),
+        casts=(*(c for o in outcomes for c in o.casts), *aot_casts),
         kernels=tuple({k: None for o in outcomes for k in o.kernels}),
         before=tuple(before),
         after=tuple(after),
@@ -219,7 +221,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
 
 
 def _runs_in_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function is not compiled, but calls what is. Nothing is where Dynamo is off."""
+    """True if a function is not compiled, but calls a compiled function, and Dynamo is on."""
     on = not inspect.isclass(fn) and eval_frame._stance.stance == "default"
     return on and not is_compiled(fn) and reaches_compiled(fn, *args, **kwargs)
 
@@ -245,7 +247,7 @@ def _break_after(gm: GraphModule) -> list[str]:
     where = source_of(ended.user_stack[-1]) if ended.user_stack else "somewhere"
     lines = [line.strip() for line in ended.reason.splitlines() if line.strip()]
     said = " ".join(line for line in lines[:2] if not line.startswith("Hint"))
-    # such as that which captures the rows of a boolean mask
+    # such as the setting that captures the rows of a boolean mask
     switches = dict.fromkeys(_SWITCH.findall(ended.reason))
     said += "".join(f" It is captured with {switch}." for switch in switches)
     return [f"{where}: {said}"]

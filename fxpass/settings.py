@@ -1,4 +1,4 @@
-"""Every setting of fxpass, read in one place; the README has a table of what they mean.
+"""Every setting of fxpass, read in one place; the README has a table of their meanings.
 
 Precedence: ``torch.compile(..., options={"fusedce.<name>": value})``, then the environment
 variable, then the default::
@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.exc import ShortenTraceback
 
+from fxpass import messages
+
 PREFIX = "fusedce."
 
 
 class SettingError(ShortenTraceback, ValueError):
-    """A setting that is not allowed. Of what a backend raises, Dynamo hands on exceptions of the
-    first class, and wraps others in ``BackendCompilerFailed``, which is no ValueError."""
+    """A setting that is not allowed. Dynamo passes a backend's ``ShortenTraceback`` on to the user,
+    and wraps other exceptions in ``BackendCompilerFailed``, which is no ValueError."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, first_useful_frame=None)
@@ -115,25 +117,32 @@ class Settings:
                 kind = "option" if key in options else "environment variable"
                 close = difflib.get_close_matches(key, names, 1, 0.8)
                 meant = "".join(f": did you mean {name!r}?" for name in close) or ";"
-                raise SettingError(f"unknown {kind} {key!r}{meant} fxpass has {', '.join(names)}")
+                raise SettingError(
+                    messages.UNKNOWN_SETTING.format(
+                        kind=kind, key=key, meant=meant, names=", ".join(names)
+                    )
+                )
             row = TABLE[names[key]]
             try:
                 values[names[key]] = row.read(raw)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise SettingError(f"{key}={raw!r} is not allowed; use {row.allowed}") from error
+                raise SettingError(
+                    messages.SETTING_VALUE.format(key=key, value=raw, allowed=row.allowed)
+                ) from error
         settings = Settings(**values)
         unprefixed = [key for key in options if key in TABLE]
         # another inner backend may have an option of this name
         if unprefixed and settings.enabled and settings.inner in _NONE_OF_OURS:
             names = " and ".join(PREFIX + key for key in unprefixed)
-            text = f"{settings.inner} has no option {unprefixed[0]!r}: did you mean {names}?"
-            raise SettingError(text)
+            raise SettingError(
+                messages.NO_SUCH_OPTION.format(inner=settings.inner, key=unprefixed[0], names=names)
+            )
         return settings
 
 
 _NONE_OF_OURS = ("inductor", "aot_eager", "eager")  # they have no options of these names
 _OF_INNER = "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)"
-# field of Settings -> allowed values as text, parser
+# By the field of Settings: the allowed values as text, and the parser.
 _ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "enabled": ("0 or 1", _toggle),
     "inner": (_OF_INNER, _backend),
@@ -146,7 +155,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "dump": ("a directory", _path),
 }
 TABLE = {
-    name: Setting("FUSEDCE" if name == "enabled" else f"FUSEDCE_{name.upper()}", *row)
-    for name, row in _ROWS.items()
+    name: Setting("FUSEDCE" if name == "enabled" else f"FUSEDCE_{name.upper()}", allowed, read)
+    for name, (allowed, read) in _ROWS.items()
 }
 assert set(TABLE) == {field.name for field in dataclasses.fields(Settings)}

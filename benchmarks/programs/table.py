@@ -110,7 +110,7 @@ def cells(result: Result) -> list[str]:
     return [
         *(result.name, result.row.of, result.status, outcome.becomes, str(outcome.calls)),
         outcome.left,
-        textwrap.shorten(PLACE.sub("", reason), LONG, placeholder=" …"),
+        textwrap.shorten(PLACE.sub(" ", reason), LONG, placeholder=" …"),
         f"{WRONG}: {outcome.wrong}" if outcome.wrong else "yes",
     ]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpass.cli.memory import Memory
-from fxpass.deferred import later, run
+from fxpass.deferred import replay, run
 from fxpass.deferred.tensor import DeferredLogits
 
 WARM = 4  # steps before memory is measured: the first ones compile
@@ -78,7 +78,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._wrap(run.Run, "logits", self._values)
-        self._wrap(later.Later, "logits", self._values)
+        self._wrap(replay.Replay, "logits", self._values)
         self._wrap(run.Run, "gradients", lambda *_: self.counts.update(["gradients"]))
         return self
 
@@ -101,7 +101,7 @@ class Watch:
     def _values(self, made: Any, rows: Tensor | None = None) -> None:
         found = made.like.shape[:-1].numel() if rows is None else rows.numel()
         sources = [made]  # of a slice that a function made, the logits that it was made of
-        if isinstance(made, later.Later):
+        if isinstance(made, replay.Replay):
             sources = made.roots
         if 2 * found > max(source.like.shape[:-1].numel() for source in sources):
             self.counts["values"] += 1

@@ -36,7 +36,7 @@ from benchmarks.trainers.programs import PROGRAMS
 from benchmarks.training.job import LOSSES, Job
 from benchmarks.training.table import Row, table
 from benchmarks.training.turns import train
-from fxpass.cli.demo import TOLERANCE, tell
+from fxpass.cli.demo import TOLERANCE, print_progress
 
 PROVIDERS = ("eager", "inductor", "fusedce")
 SIZES = {
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, trainers: bool = False) -> int:
     text = ""
     for name in names:
         of_name = dataclasses.replace(job, program=name)
-        tell(of_name.what)
+        print_progress(of_name.what)
         missing = PROGRAMS[name].missing if name else []
         rows = [Row("fusedce", f"needs {', '.join(missing)}")] if missing else None
         results.append(

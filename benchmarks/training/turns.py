@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.process import EXACT_MEMORY, Worker, WorkerError
 from benchmarks.training.job import Job
 from benchmarks.training.table import Row, judge
-from fxpass.cli.demo import tell
+from fxpass.cli.demo import print_progress
 from fxpass.cli.demo_worker import MEASURED_STEP
 
 WORKER = "benchmarks.training.worker"
@@ -39,7 +39,7 @@ def train(job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[R
             return workers[row.name].answer()
         except WorkerError as error:
             row.failure, row.log = str(error), workers.pop(row.name).log
-            tell(f"{row.name}: {row.failure}")
+            print_progress(f"{row.name}: {row.failure}")
             return {}
 
     def take(turn: Sequence[Row]) -> None:
@@ -66,7 +66,7 @@ def train(job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[R
         for worker in workers.values():
             worker.close()
     except KeyboardInterrupt:
-        tell("interrupted")
+        print_progress("interrupted")
     finally:  # the processes also end if this one is told to, or cannot print
         for worker in workers.values():
             worker.kill()

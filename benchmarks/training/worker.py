@@ -1,8 +1,8 @@
 """The worker process of ``python -m benchmarks.training``: trains a Llama, or runs a program.
 
 In: a :class:`Job` as JSON in the first argument, then the command ``step``
-(:func:`benchmarks.process.serve`). Out: for each, what :func:`fxpass.cli.demo_worker.train` yields;
-of a program, all that it did.
+(:func:`benchmarks.process.serve`). Out: for each, the answer of
+:func:`fxpass.cli.demo_worker.train_steps`; of a program, all that it did.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.process import serve
 from benchmarks.trainers.programs import PROGRAMS
 from benchmarks.trainers.task import Sizes, Task
 from benchmarks.training.job import Job
-from fxpass.cli.demo_worker import train
+from fxpass.cli.demo_worker import train_steps
 
 
 def llama(job: Job) -> nn.Module:
@@ -72,7 +72,7 @@ def whole_model(job: Job) -> Iterator[dict[str, Any]]:
     def model() -> nn.Module:
         return llama(job) if job.loss == "model" else LossOutside(llama(job), job)
 
-    return train(job, model, batch)
+    return train_steps(job, model, batch)
 
 
 def program(job: Job) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """Blocks of a chunk of logits, in the compute dtype, which are overwritten with their gradient.
 
-In: operands, and a function that turns some rows of logits into their gradient. Out: the gradients
-of the operands, from :func:`fxpass.aten.chunks.over_chunks`. A chunk has the operands' dtype, as in
-eager, but f32 for fp16, whose range is too small for the gradient of the logits. Softmax and sums
-are computed in f32 (f64 for f64), in blocks that stay in the caches.
+In: operands, and a function that overwrites a block of logits with their gradient. Out: the
+gradients of the operands. One chunk of rows of logits exists at a time, in a buffer that all chunks
+share. It has the operands' dtype, as in eager, but f32 for fp16, whose range is too small for the
+gradient of the logits. Softmax and sums are computed in f32 (f64 for f64), in blocks that stay in
+the caches. All products together take 6·N·D·V operations, or 2·N·D·V without gradients.
 
-The gradient of a row of logits may have a factor left, such as 1 / sum(exp(z - m)), which products
-with x multiply where it is cheaper. Not for bf16, because rounding the gradient from f32 is a pass
-over it in any case.
+A row of the logits' gradient may still have a factor, such as 1 / sum(exp(z - m)), which is then
+multiplied into ``[rows, D]``. Not for bf16: rounding the gradient from f32 is a pass over it in any
+case.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fxpass.aten.chunks import Chunks, over_chunks, place
-from fxpass.aten.gemm import joined, part_of, slices, split_bias
+from fxpass.aten.gemm import joined, slice_of, slices, split_bias
+from fxpass.aten.products import Scratch, add_products, write_logits
 from fxpass.formula.dtypes import compute_dtype, gradient_dtype
 from fxpass.formula.operands import Operands
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.plan import Plan
 
-# Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor
-# ``[few, 1]`` by which the gradient has still to be multiplied, or None for all rows. It has to be
-# 1 or None if the last argument is True.
+# Overwrites the logits ``[rows, V]`` of some rows with their gradient. Returns the factor
+# ``[rows, 1]`` by which the gradient has still to be multiplied; or None, for all rows. The factor
+# has to be 1 or None if the last argument is True.
 ToGradient = Callable[[slice, Tensor, bool], Tensor | None]
 
 
@@ -36,7 +37,7 @@ def over_blocks(
     plan: Plan,
     unrounded: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """The gradients of x, weight and bias, from a function of some rows of logits.
+    """The gradients of x, weight and bias, from a function of a block of logits.
 
     Deterministic; does not write to its inputs. A gradient has its operand's dtype, with four
     exceptions in f32 (f64 for f64): the weight's gradient if there are several chunks, the bias's,
@@ -46,48 +47,68 @@ def over_blocks(
         inputs: x, weight and bias.
         gradients: the operands whose gradients are returned; if empty, the logits are only read.
         to_gradient: called once for each block of rows, in the compute dtype.
-        plan: its rows, of a chunk; its block; its classes, of one product.
+        plan: the rows of a chunk and of a block, and the classes of one product.
         unrounded: those of x and weight whose gradients keep the dtype of the sums.
     """
     x = inputs.x
     weight = inputs.weight
     dtype = compute_dtype(x.dtype)
     stored = gradient_dtype(x.dtype)
-    n = x.shape[0]
-    narrow = stored != dtype
-    rows = min(plan.rows, n)
-    grads: dict[str, Tensor] = {}
-    for name, operand, exact in ("x", x, True), ("weight", weight, rows == n):
-        if name in gradients:
-            grads[name] = place(operand, gradient_dtype(x.dtype, name in unrounded), n, exact)
-    if "bias" in gradients and inputs.bias is not None:
-        grads["bias"] = place(inputs.bias, dtype, n, True)
-    early, late = split_bias(inputs.bias, stored)
-    # the bias's gradient is summed here, before the gradient of the logits is rounded
-    places = grads.get("x"), grads.get("weight")
-    multiplied = multiplied_in(x.dtype, x.device)
-    head = Chunks((x, weight, early), rows, plan.classes, multiplied, stored, places)
-    block = min(plan.block, rows)
-    room = x.new_empty((block, weight.shape[0]), dtype=dtype) if narrow else None
+    rounds = stored != dtype
+    product_dtype = multiplied_in(x.dtype, x.device)
+    gemm_bias, added_bias = split_bias(inputs.bias, stored)
+    grads = _uninitialised(inputs, gradients, plan, unrounded)
+    x_gradient = grads.get("x")
+    weight_gradient = grads.get("weight")
+    bias_gradient = grads.get("bias")
+    trained = x_gradient is not None or weight_gradient is not None
+    scratch = Scratch(x)
 
-    def of_chunk(part: slice, chunk: Tensor) -> Tensor | None:
+    def overwrite(chunk: slice, logits: Tensor) -> Tensor | None:
+        """Overwrites the logits of a chunk with their gradient, and returns its factor."""
         factors = []
-        for few in slices(part.start, part.stop, block):
-            kept = part_of(chunk, slice(few.start - part.start, few.stop - part.start))
-            some = kept if room is None else part_of(room, slice(0, few.stop - few.start))
-            if kept is not some:
-                some.copy_(kept)
-            if late is not None:
-                some.add_(late)
-            factor = to_gradient(few, some, narrow)
+        for rows in slices(chunk.start, chunk.stop, plan.block):
+            z = slice_of(logits, slice(rows.start - chunk.start, rows.stop - chunk.start))
+            block = scratch.cast("block", z, dtype)
+            if added_bias is not None:
+                block.add_(added_bias)
+            factor = to_gradient(rows, block, rounds)
             factors.append(factor)
-            if "bias" in grads:
-                each = some.new_ones(some.shape[0]) if factor is None else factor.view(-1)
+            if bias_gradient is not None:  # here the logits' gradient is not rounded yet
+                each = block.new_ones(block.shape[0]) if factor is None else factor.view(-1)
                 # beta 0: the first block overwrites uninitialised memory
-                grads["bias"].addmv_(some.t(), each, beta=float(few.start > 0))
-            if narrow and head.trained:
-                kept.copy_(some)
-        return None if narrow or factors[0] is None else joined(factors)
+                bias_gradient.addmv_(block.t(), each, beta=float(rows.start > 0))
+            if rounds and trained:
+                z.copy_(block)
+        return None if rounds or factors[0] is None else joined(factors)
 
-    over_chunks(n, rows, head, of_chunk)
+    for chunk in slices(0, x.shape[0], plan.rows):
+        x_rows = scratch.cast("x", slice_of(x, chunk), product_dtype)
+        out = scratch("logits", (len(x_rows), weight.shape[0]), stored)
+        logits = write_logits(x_rows, weight, gemm_bias, out, plan.classes, scratch)
+        factor = overwrite(chunk, logits)
+        if not trained:
+            continue
+        outputs = [] if x_gradient is None else [(slice_of(x_gradient, chunk), weight)]
+        if factor is not None:
+            x_rows = slice_of(x, chunk) * factor
+        sums = [] if weight_gradient is None else [(weight_gradient, x_rows)]
+        add = chunk.start > 0
+        add_products(logits, outputs, sums, product_dtype, plan.classes, add, scratch)
+        if factor is not None and x_gradient is not None:
+            slice_of(x_gradient, chunk).mul_(factor)
     return grads
+
+
+def _uninitialised(
+    inputs: Operands, gradients: tuple[str, ...], plan: Plan, unrounded: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Memory for the gradients, which the first chunk overwrites; 0 without rows."""
+    x = inputs.x
+    dtypes = {name: gradient_dtype(x.dtype, name in unrounded) for name in ("x", "weight")}
+    dtypes["bias"] = compute_dtype(x.dtype)
+    if plan.rows < x.shape[0]:  # a sum of products
+        dtypes["weight"] = compute_dtype(x.dtype)
+    shapes = {"x": x.shape, "weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
+    new = x.new_empty if x.shape[0] else x.new_zeros
+    return {k: new(shapes[k], dtype=dtype) for k, dtype in dtypes.items() if k in gradients}

@@ -3,7 +3,7 @@
 In: a tensor ``y``, at most 0 but for rounding. Out: ``e**y``. For f32 it is ``2**(y * log2(e))``:
 on a CPU, ``torch.exp`` calls MKL, which takes three times as long, and 35 times where the result is
 below the normal numbers, as far from the largest logit and at masked classes. The product is
-rounded as the difference y was: a second time half a unit in the last place of y::
+rounded once, as the difference y was: by up to half a unit in the last place::
 
     >>> exponential(torch.tensor([0.0, -1.0, -float("inf")]))
     tensor([1.0000, 0.3679, 0.0000])

@@ -1,7 +1,7 @@
 """Products of the ATen implementation, in the dtype that the device multiplies fastest.
 
 In: operands. Out: products in the dtype of the operands, and sums of products in the dtype of the
-output; the parts of an operand that are multiplied at a time.
+output; parts of tensors.
 """
 
 from __future__ import annotations
@@ -17,36 +17,20 @@ from fxpass.plan.devices import multiplied_in
 _ADDED_AT_A_TIME = 1 << 18
 
 
-def multiplied(x: Tensor) -> torch.dtype:
+def product_dtype_of(x: Tensor) -> torch.dtype:
     """The dtype in which operands like x are multiplied."""
     if not x.is_cuda:
         return multiplied_in(x.dtype, x.device)
     if x.dtype not in (torch.bfloat16, torch.float16):
         return x.dtype
-    # a GPU's GEMM of 16 bits adds to an f32 result, where torch has one
+    # a 16-bit GEMM of a GPU can add to an f32 result, where torch offers this
     if x.dtype == torch.float16:
         mixed = not torch.backends.cuda.matmul.allow_fp16_accumulation
     else:
         mixed = bool(torch.version.hip) or torch.cuda.get_device_capability(x.device) >= (8, 0)
-    if torch.version.hip:  # rocBLAS and hipBLASLt have one, Composable Kernel has not
+    if torch.version.hip:  # rocBLAS and hipBLASLt can, Composable Kernel cannot
         mixed &= torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Ck
     return x.dtype if mixed else torch.float32
-
-
-class RowReader:
-    """Rows of an operand in the dtype of the products: views, or casts in one reused buffer. (A new
-    copy per slice would fragment the allocator's memory.)"""
-
-    def __init__(self, operand: Tensor, most: int, dtype: torch.dtype) -> None:
-        self._operand = operand
-        self._place = None
-        if operand.dtype != dtype:
-            self._place = operand.new_empty((most, operand.shape[1]), dtype=dtype)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """``[rows, D]``; valid until the next call."""
-        some = part_of(self._operand, rows)
-        return some if self._place is None else self._place[: some.shape[0]].copy_(some)
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> Tensor:
@@ -73,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tenso
 
 
 def split_bias(bias: Tensor | None, stored: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """The bias for the GEMM and the bias to be added after it; one of them is None, or both.
+    """The bias for the GEMM, and the bias to be added afterwards; at least one of them is None.
 
     A bias wider than the ``stored`` dtype of the logits is added to the up-cast logits."""
     if bias is None or bias.dtype == stored:
@@ -81,15 +65,15 @@ def split_bias(bias: Tensor | None, stored: torch.dtype) -> tuple[Tensor | None,
     return None, bias
 
 
-def part_of(t: Tensor, some: slice, dim: int = 0) -> Tensor:
-    """Some rows (or columns) of a tensor; the tensor if they are all, as in small calls, in which a
-    view costs the host as much as an addition."""
+def slice_of(t: Tensor, some: slice, dim: int = 0) -> Tensor:
+    """Some rows (or columns) of a tensor. All of them are the tensor itself: in small calls a view
+    costs the host as much as an addition."""
     size = some.stop - some.start
     return t if size == t.shape[dim] else t.narrow(dim, some.start, size)
 
 
 def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
-    """Parts one after the other; without a copy if there is one."""
+    """The concatenated parts; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

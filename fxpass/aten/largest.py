@@ -1,8 +1,8 @@
 """The largest logit of each row, and its class.
 
 In: logits ``[rows, classes]``. Out: columns ``[rows, 1]``. On a CPU, ``torch.max`` over a dimension
-takes nine times as long as ``amax``, since it compares one element at a time to know the index. So
-the largest of every ``BLOCK`` classes come first, and the class is looked for in one block::
+takes nine times as long as ``amax``, because it compares one element at a time to find the index.
+So the largest logit of each ``BLOCK`` classes comes first, and the class is searched in one block::
 
     >>> logit, index = largest(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]))
     >>> logit.flatten().tolist(), index.flatten().tolist()
@@ -19,7 +19,7 @@ LEAST = 8 * BLOCK  # classes that are worth several operations
 
 
 def largest(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logits and the first class that has each; nan is larger than all numbers."""
+    """The largest logits and their first classes; nan is larger than all numbers."""
     whole = z.shape[1] // BLOCK * BLOCK
     if not z.is_cpu or whole < LEAST:
         highest, index = z.max(1, True)
@@ -36,7 +36,7 @@ def largest(z: Tensor) -> tuple[Tensor, Tensor]:
 def larger(
     before: Tensor, of_before: Tensor, after: Tensor, of_after: Tensor, start: int
 ) -> tuple[Tensor, Tensor]:
-    """The larger of two columns and its class, the first of equal ones; those of ``of_after`` count
-    from ``start``."""
+    """The larger logits of two columns and their classes, the first of equal logits; the classes
+    ``of_after`` count from ``start``."""
     later = (after > before) | (after.isnan() & ~before.isnan())
     return torch.maximum(before, after), torch.where(later, of_after + start, of_before)

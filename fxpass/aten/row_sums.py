@@ -1,9 +1,9 @@
 """The reductions of some rows of logits, from tiles of their classes.
 
 In: tiles of transformed logits ``[rows, classes]``. Out: the outputs of these rows. The raw sums of
-:mod:`fxpass.formula.reductions` are accumulated under the largest logit so far; a tile with larger
-ones changes those before it. Logits that all are in one tile need no change. A row's number is a
-column ``[rows, 1]``: beside a tile it needs no view.
+:mod:`fxpass.formula.reductions` are accumulated under the largest logit so far; a larger logit
+changes the sums of the tiles before. Numbers of rows are columns ``[rows, 1]``: beside a tile they
+need no view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.exponential import exponential
-from fxpass.aten.gemm import joined, part_of
+from fxpass.aten.gemm import joined, slice_of
 from fxpass.aten.largest import larger, largest
 from fxpass.formula.operands import Operands, Outputs
 from fxpass.formula.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
@@ -30,16 +30,16 @@ class RowSums:
     logarithm of ``total``, 0 without a softmax, and the normalised ``moments``.
 
     Attributes:
-        exponentials: what :meth:`add` may return.
+        exponentials: True if :meth:`add` can return exponentials.
         coef: the weights ``[rows, T]`` of the total, if there is one.
-        dense: whether they are known to differ from 0.
+        dense: True if it is known that no weight is 0, see :func:`is_dense`.
     """
 
-    def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
+    def __init__(self, operands: Operands, spec: Reductions, rows: slice) -> None:
         self._operands = operands
         self._spec = spec
-        self._few = few
-        self._raw = spec.raw
+        self._rows = rows
+        self._raw = spec.raw_moments
         # of the tiles so far: the largest logit and its class, the logits at the picks [rows, K],
         # and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
@@ -49,9 +49,9 @@ class RowSums:
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
-        # no sum reads other powers: add() may return these exponentials
+        # no sum overwrites the exponentials with another power
         self.exponentials = bool(self._raw) and all(m.a == 1 and m.b <= 1 for m in self._raw)
-        self.coef = None if operands.coef is None else part_of(operands.coef, few, 1).t()
+        self.coef = None if operands.coef is None else slice_of(operands.coef, rows, 1).t()
         self.dense = is_dense(self.coef)
 
     @property
@@ -59,14 +59,14 @@ class RowSums:
         """The sum of the exponentials that :meth:`add` returns."""
         return self._sums[TOTAL]
 
-    def add(self, z: Tensor, classes: slice, keep: bool = False) -> Tensor:
+    def add(self, z: Tensor, classes: slice, differences: bool = False) -> Tensor:
         """Adds the transformed logits ``z`` of some classes, each class once and in order.
 
         Returns:
-            the memory of z, with its differences y to the largest logit so far (the lowest finite
-            number if that is -inf); they are at least ``LEAST_LOG`` where moments are summed. With
-            the exponentials of y if :attr:`exponentials` and not ``keep``; with z if no output
-            reads the softmax.
+            the memory of z, with the differences y to the largest logit so far (to the lowest
+            finite number if that logit is -inf), at least ``LEAST_LOG`` where moments are summed;
+            with the exponentials of y if :attr:`exponentials` and not ``differences``; with z if no
+            output reads the softmax.
         """
         before = self._highest
         if "argmax" in self._spec.outputs:
@@ -77,26 +77,28 @@ class RowSums:
         elif self._raw:
             highest = z.amax(1, True)
             self._highest = highest if before is None else torch.maximum(highest, before)
-        if self._spec.picked:
+        if self._spec.reads_picks:
             self._add_picks(z, classes)
         if not self._raw:
             self.log_total = z.new_zeros((z.shape[0], 1))
             return z
         assert self._highest is not None
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
-        m = finite(self._highest)
+        m = finite_maximum(self._highest)
         y = z.sub_(m)
-        sums = self._raw_sums(y, classes, self.exponentials and not keep)
+        sums = self._raw_sums(y, classes, self.exponentials and not differences)
         if before is not None:
             shift = self._clamped - m
-            sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
+            sums = {
+                moment: s + under_maximum(moment, self._sums, shift) for moment, s in sums.items()
+            }
         self._sums = sums
         self._clamped = m
         return y
 
     def _add_picks(self, z: Tensor, classes: slice) -> None:
-        """The logits at the picks."""
-        index = part_of(self._operands.classes(), self._few)
+        """Adds the logits at the picks that are in a tile."""
+        index = slice_of(self._operands.picked_classes(), self._rows)
         column, elsewhere = self._operands.columns(index, classes)
         at = z.gather(1, column)
         if elsewhere is not None:
@@ -105,23 +107,23 @@ class RowSums:
         self._at = at
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
-        """The raw sums of y ``[rows, classes]``, which is overwritten by its exponentials if
-        ``in_place``, else at most by its clamped value. One exponential serves all powers of y."""
+        """The raw sums of y ``[rows, classes]``. The exponentials overwrite y if ``in_place``, else
+        only its clamped values may. One exponential serves all powers of y."""
         found: dict[Moment, Tensor] = {}
         for a in sorted({moment.a for moment in self._raw}):
-            some = [moment for moment in self._raw if moment.a == a]
-            powers = range(max(moment.b for moment in some) + 1)
+            moments = [moment for moment in self._raw if moment.a == a]
+            powers = range(max(moment.b for moment in moments) + 1)
             term = y
             if a:
                 if len(powers) > 1:  # 0 * -inf would be nan
                     y = torch.clamp(y, min=LEAST_LOG, out=None if in_place else y)
                 term = exponential(term, a, out=term if in_place else None)
             for b in powers:
-                if not a:  # no exponential vanishes: an infinite y counts
+                if not a:  # no exponential makes it 0: an infinite y counts
                     term = y**b if b else y.new_ones(()).expand_as(y)
                 elif b:
                     term = torch.mul(term, y, out=y if in_place else term)
-                for moment in some:
+                for moment in moments:
                     if moment.b == b:
                         found[moment] = self._weighted(term, moment, classes)
         return {moment: found[moment] for moment in self._raw}
@@ -130,11 +132,11 @@ class RowSums:
         """The sum over the classes of ``w * term``."""
         if output.weight is None:
             return term.sum(1, True)
-        w = self._operands.values(output.weight, self._few, classes)
+        w = self._operands.given_tile(output.weight, self._rows, classes)
         return term.mv(w).unsqueeze(1) if w.dim() == 1 else (w * term).sum(1, True)
 
     def finish(self) -> Outputs:
-        """The outputs, when all classes were added."""
+        """The outputs, after all classes were added."""
         spec = self._spec
         if self._raw:
             self.log_total = self.total.log()
@@ -150,12 +152,12 @@ class RowSums:
         if spec.saved and spec.saved == spec.rows:
             saved = rows.clone()  # each result has memory of its own
         lse = rest = ABSENT
-        if spec.keeps_lse:
+        if spec.returns_lse:
             lse, rest = (column.view(-1) for column in self.lse_and_rest())
         return Outputs(rows, indices, lse, rest, saved)
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp and its rounding error, after :meth:`finish`."""
+        """The log-sum-exp and its rounding error; to be called after :meth:`finish`."""
         m = self._clamped
         log_total = self.log_total
         lse = m + log_total
@@ -181,21 +183,21 @@ class RowSums:
 
 
 def is_dense(coef: Tensor | None) -> bool:
-    """Whether all elements are known to differ from 0; a GPU would have to synchronise."""
+    """Tells if no element is 0. On a GPU always False: an answer would have to wait for the GPU."""
     return coef is not None and not coef.is_cuda and int(coef.count_nonzero()) == coef.numel()
 
 
-def finite(highest: Tensor) -> Tensor:
-    """Largest logits, the lowest finite number for -inf."""
+def finite_maximum(highest: Tensor) -> Tensor:
+    """The largest logits, with the lowest finite number in place of -inf."""
     return highest.clamp_min(LOWEST[highest.dtype])
 
 
-def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
-    """The raw sum under a new maximum, where ``shift`` is the old one minus the new one."""
-    line = sums[moment]
+def under_maximum(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
+    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one."""
+    old = sums[moment]
     if not moment.a and not moment.b:
-        return line
+        return old
     # where the exponentials vanish, so does the sum: infinity * 0 would be nan
     shift = shift.clamp(min=LEAST_LOG) if moment.a else shift
     # an infinite sum remains: 0 * -inf would be nan
-    return torch.where(line.isinf(), line, shifted(moment, sums, shift, shift.exp()))
+    return torch.where(old.isinf(), old, shifted(moment, sums, shift, shift.exp()))

@@ -1,4 +1,4 @@
-"""Casts in AOTAutograd's graphs, which show operations inside of composite operations.
+"""Casts in AOTAutograd's graphs, which have the operations that composite ones consist of.
 
 In: the setting, and a function that records casts. Out: options for Inductor, and a context for any
 other backend on AOTAutograd. Both apply :func:`fxpass.casts.casts.cast_aot_graph` to the joint
@@ -52,13 +52,13 @@ class Pass(CustomGraphPass):
 def with_pass(
     options: Mapping[str, Any], name: str, function: Callable[[Graph], object], key: str
 ) -> dict[str, Any]:
-    """Inductor's options with a pass before those that the option ``name`` has, the user's."""
+    """Inductor's options with a pass before the user's passes, in the option ``name``."""
     options = {key.replace("-", "_"): given for key, given in options.items()}  # as Inductor does
     then = options.get(name, getattr(inductor_config, name))
     return {**options, name: Pass(function, key, then)}
 
 
-def inductor_options(
+def options_with_casts(
     options: Mapping[str, Any], mixed_dtypes: str, record: Record
 ) -> dict[str, Any]:
     """Inductor's options with the casts, before the user's passes."""
@@ -75,10 +75,10 @@ def inductor_options(
 
 @contextmanager
 def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
-    """A context for any other backend: casts all graphs that AOTAutograd makes in it.
+    """A context for any other backend: inserts casts into all graphs that AOTAutograd makes in it.
 
-    AOTAutograd has no setting for a pass over the graphs of programs without gradients. The context
-    wraps the function that traces those, for this thread.
+    AOTAutograd has no setting for a pass over graphs without gradients. The context wraps the
+    function that traces such graphs, for this thread.
     """
     then = functorch_config.joint_custom_pass
 
@@ -104,14 +104,14 @@ def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
             aot.aot_dispatch_base_graph = trace
 
 
-# Two threads could otherwise restore each other's wrapper and leave it there. Reentrant: a backend
-# may compile with another backend.
+# Otherwise one thread could restore the wrapper of another. Reentrant: a backend may compile with
+# another backend.
 _one_at_a_time = threading.RLock()
 
 
 def _cast(graph: GraphModule, mixed_dtypes: str, record: Record) -> GraphModule:
-    found = cast_aot_graph(graph.graph, mixed_dtypes)
-    if found:
+    inserted = cast_aot_graph(graph.graph, mixed_dtypes)
+    if inserted:
         graph.recompile()
-    record(found)
+    record(inserted)
     return graph

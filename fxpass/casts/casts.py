@@ -7,8 +7,8 @@ not cover it. The pass inserts casts before such an operation::
     %y: bf16 = matmul(%h, %w)     ->     %to: bf16 = to(%w, bfloat16)
                                          %y: bf16 = matmul(%h, %to)
 
-The result keeps the dtype with which the graph was traced, so its users compute what they did. A
-graph without such an operation does not change.
+The result has the dtype with which the graph was traced, so its users do not change. Nor does a
+graph without such an operation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
+from fxpass import messages
 from fxpass.casts.rules import Rule, rule_of
-from fxpass.formula.dtypes import LOW_PRECISION, short
+from fxpass.formula.dtypes import LOW_PRECISION, dtype_name
 from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
@@ -44,9 +45,9 @@ class Cast:
 def cast_lines(casts: Sequence[Cast]) -> list[str]:
     """Casts as text: one line for each line of the user's program and pair of dtypes."""
     places: dict[tuple[str, str], list[str]] = {}
-    for made in casts:
-        change = f"{short(made.old)} -> {short(made.new)}"
-        places.setdefault((change, made.source), []).append(f"%{made.operand}")
+    for cast in casts:
+        change = f"{dtype_name(cast.old)} -> {dtype_name(cast.new)}"
+        places.setdefault((change, cast.source), []).append(f"%{cast.operand}")
     lines = []
     for (change, source), names in places.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -56,7 +57,7 @@ def cast_lines(casts: Sequence[Cast]) -> list[str]:
 
 _SHOWN = 3  # an encoder layer has twelve parameters
 
-# The lines logged in this process: recompiling a graph makes the same casts.
+# The lines logged in this process: a recompiled graph has the same casts.
 logged: set[str] = set()
 
 
@@ -72,17 +73,17 @@ class MixedDtypeError(RuntimeError):
     """Operands have different dtypes outside autocast, under FUSEDCE_MIXED_DTYPES=error."""
 
 
-def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtype | None:
+def common_dtype(dtypes: Set[torch.dtype], mixed_dtypes: str, call: str) -> torch.dtype | None:
     """The common dtype for two or more ``dtypes`` of operands that autocast does not cast.
 
     Low precision with float32 gives the low precision, as under autocast. float16 with bfloat16
     gives float32, since neither can represent all values of the other, and logs a warning. Other
-    dtypes (float64, complex, integers) give None: they are not autocast's to mix, and the operation
+    dtypes (float64, complex, integers) give None: autocast does not cast them, and the operation
     raises as in eager.
 
     Args:
         mixed_dtypes: the setting, ``cast`` or ``error``.
-        what: the operation and its source line, ``linear, at train.py:7 y = self.head(h)``.
+        call: the operation and its source line, ``linear, at train.py:7 y = self.head(h)``.
 
     Raises:
         MixedDtypeError: the setting is ``error``, and casts could make the dtypes equal.
@@ -90,17 +91,10 @@ def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtyp
     if not dtypes <= LOW_PRECISION | {torch.float32}:
         return None
     if mixed_dtypes == "error":
-        names = " and ".join(sorted(map(short, dtypes)))
-        raise MixedDtypeError(
-            f"operands of {names} meet outside autocast in {what}: cast one of them, put the call "
-            "under torch.autocast, or let fxpass cast with FUSEDCE_MIXED_DTYPES=cast"
-        )
+        names = " and ".join(sorted(map(dtype_name, dtypes)))
+        raise MixedDtypeError(messages.MIXED_DTYPES.format(dtypes=names, call=call))
     if dtypes >= LOW_PRECISION:
-        log.warning(
-            "float16 meets bfloat16 in %s: computed in float32. A weight was probably read with "
-            "the wrong dtype, and then its values are wrong too: check how it was loaded",
-            what,
-        )
+        log.warning(messages.HALF_MEETS_BFLOAT16.format(call=call))
         return torch.float32
     (low,) = dtypes & LOW_PRECISION
     return low
@@ -117,13 +111,13 @@ class Dialect:
         """The dtype of a node's example value."""
         return node.meta[self.key].dtype
 
-    def make(
+    def insert_cast(
         self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node
     ) -> tuple[Node, Cast]:
-        """Casts ``operand`` at the graph's insertion point. The node has the meta of ``site``, with
-        its stack trace; autograd casts the gradient back to the operand's dtype."""
+        """Inserts a cast of ``operand`` at the graph's insertion point, with the meta of ``site``;
+        autograd casts the gradient back to the operand's dtype."""
         node = self.cast(graph, operand, dtype)
-        # AOT's partitioner reads its notes on the site: forward or backward, recompute or not
+        # AOTAutograd's partitioner reads from the meta: forward or backward, recompute or not
         node.meta = {k: v for k, v in site.meta.items() if k != "tensor_meta"}
         node.meta[self.key] = operand.meta[self.key].to(dtype)
         return node, Cast(operand.name, self.dtype(operand), dtype, source_line(site))
@@ -139,7 +133,7 @@ AOT = Dialect(
 
 
 def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
-    """Inserts casts into one region of a Dynamo graph; raises as :func:`agreed`."""
+    """Inserts casts into one region of a Dynamo graph; raises as :func:`common_dtype`."""
 
     def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
         enabled = autocast_dtype(region, node, device) is not None
@@ -153,7 +147,7 @@ def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
 
 def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
     """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended;
-    raises as :func:`agreed`."""
+    raises as :func:`common_dtype`."""
     return _cast_graph(graph, AOT, lambda node, rule, device: False, mixed_dtypes)
 
 
@@ -174,8 +168,8 @@ def _cast_graph(
             continue
         written = rule.written(node)
         all_dtypes = {*dtypes.values(), *([] if written is None else [dialect.dtype(written)])}
-        what = f"{call_name(node)}, at {source_line(node)}"
-        dtype = agreed(all_dtypes, mixed_dtypes, what)
+        call = f"{call_name(node)}, at {source_line(node)}"
+        dtype = common_dtype(all_dtypes, mixed_dtypes, call)
         if dtype is None:
             continue
         if {dtypes[slot] for slot in rule.factors(operands)} == {torch.float32}:
@@ -183,16 +177,16 @@ def _cast_graph(
         if written is None:
             _cast_results(node, dialect, dtype)
         elif dialect.dtype(written) == torch.float32:
-            dtype = torch.float32  # this accumulator is not rounded to the dtype of a product
+            dtype = torch.float32  # an accumulator is not rounded to the dtype of a product
         elif dialect.dtype(written) != dtype:
             node = _write_by_copy(node, dialect, written, dtype)
         with graph.inserting_before(node):
             for slot, operand in operands.items():
                 if dtypes[slot] != dtype:
-                    new, made = dialect.make(graph, operand, dtype, node)
+                    new, cast = dialect.insert_cast(graph, operand, dtype, node)
                     change = node.update_arg if isinstance(slot, int) else node.update_kwarg
                     change(slot, new)  # pyright: ignore[reportArgumentType]
-                    casts.append(made)
+                    casts.append(cast)
     return casts
 
 

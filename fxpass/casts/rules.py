@@ -29,7 +29,7 @@ class Rule:
 
     name: str  # the ATen operation, ``aten::addmm``
     slots: dict[int, str]  # position → name of each operand that has to have the common dtype
-    in_place: bool  # whether the operation writes to its first operand
+    in_place: bool  # the operation writes to its first operand
 
     def operands(self, node: Node, key: str) -> dict[int | str, Node]:
         """The floating-point operands of a call by position, or by name for keyword arguments;
@@ -40,7 +40,7 @@ class Rule:
             # Python calls the first operand "input" where the schemas call it "self"
             for slot in (position, name, "input" if position == 0 else name):
                 operand = given.get(slot)
-                if isinstance(operand, Node) and _counts(operand.meta.get(key)):
+                if isinstance(operand, Node) and _needs_common_dtype(operand.meta.get(key)):
                     found[slot] = operand
                     break
         return found
@@ -73,8 +73,8 @@ def rule_of(node: Node) -> Rule | None:
     return None if any(isinstance(a, torch.dtype) for a in given) else rule
 
 
-def _counts(example: Any) -> bool:
-    """Whether the dtype of an operand has to be that of the others; a subclass of a library, such
+def _needs_common_dtype(example: Any) -> bool:
+    """Is true for an operand whose dtype has to be that of the others; a library's subclass, such
     as a quantized weight, may take any."""
     return (
         isinstance(example, torch.Tensor)
@@ -84,7 +84,7 @@ def _counts(example: Any) -> bool:
     )
 
 
-# Arguments of these names are masks, which may have another dtype, or outputs.
+# Arguments with these names are masks, which may have another dtype, or outputs.
 _OTHERS = {"attn_mask", "mask", "out"}
 
 # The in-place spellings are functions of their own.
@@ -102,16 +102,16 @@ OPERATIONS = frozenset(
 
 @functools.cache
 def _rule(name: str, overload: str) -> Rule | None:
-    """The rule of an overload; without its name, of the first one, which other spellings call."""
+    """The rule of an overload; without its name, of the first, which other spellings call."""
     packet = getattr(torch.ops.aten, name)
-    for one in [overload] if overload else packet.overloads():
-        arguments = getattr(packet, one)._schema.arguments
-        if "out" in one or any(a.name == "out_dtype" for a in arguments):
+    for candidate in [overload] if overload else packet.overloads():
+        arguments = getattr(packet, candidate)._schema.arguments
+        if "out" in candidate or any(a.name == "out_dtype" for a in arguments):
             continue
         slots = {
             position: argument.name
             for position, argument in enumerate(arguments)
             if "Tensor" in str(argument.type) and argument.name not in _OTHERS
         }
-        return Rule(f"aten::{name}.{one}".removesuffix(".default"), slots, name.endswith("_"))
+        return Rule(f"aten::{name}.{candidate}".removesuffix(".default"), slots, name.endswith("_"))
     return None

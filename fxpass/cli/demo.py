@@ -38,33 +38,33 @@ class Trial:
     """The measurements of training with one provider."""
 
     name: str
-    failure: str = ""  # why it has no numbers; empty if it has
-    losses: list[float] = field(default_factory=list)  # and norms and seconds: one per step
+    failure: str = ""  # why it has no numbers; empty if it has numbers
+    losses: list[float] = field(default_factory=list)  # as norms and seconds, one per step
     norms: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     extra_bytes: int | None = None  # a step's peak memory beyond the memory in use before it
-    counters: dict[str, int] = field(default_factory=dict)  # and log lines, of fusedce
-    notes: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)  # of fusedce
+    notes: list[str] = field(default_factory=list)  # fusedce's log lines
 
     @property
     def timed(self) -> list[float]:
-        """The seconds that count; none of a failed run."""
+        """The seconds of the timed steps; none of a failed run."""
         return [] if self.failure else self.seconds[UNTIMED_STEPS:]
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Adds a step of :func:`fxpass.cli.demo_worker.train`, and tells its loss on standard
-        error."""
+        """Adds a step of :func:`fxpass.cli.demo_worker.train_steps`, and prints its loss on
+        standard error."""
         self.losses.append(answer.pop("loss"))
         self.norms.append(answer.pop("norm"))
         self.seconds.append(answer.pop("seconds"))
-        vars(self).update(answer)  # the others are of one step
+        vars(self).update(answer)  # memory, counters and notes, of one step
         loss = self.losses[-1]
         seconds = self.seconds[-1]
-        tell(f"{self.name} step {len(self.losses)}: {loss:.3f}, {seconds:.2f} s")
+        print_progress(f"{self.name} step {len(self.losses)}: {loss:.3f}, {seconds:.2f} s")
 
 
-def tell(text: str) -> None:
-    """Prints progress."""
+def print_progress(text: str) -> None:
+    """Prints a line on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -88,7 +88,7 @@ def job_of(
     return Job("", device, dtype, width=width, classes=CLASSES, batch=batch, **sizes)
 
 
-def run(job: Job, steps: int, providers: Sequence[str]) -> int:
+def compare_providers(job: Job, steps: int, providers: Sequence[str]) -> int:
     """Trains with eager and the providers, and prints the comparison.
 
     Returns:
@@ -104,23 +104,26 @@ def run(job: Job, steps: int, providers: Sequence[str]) -> int:
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    runs = train(job, steps, list(dict.fromkeys(["eager", *providers])), environ)
-    refuse(runs, job.dtype)
-    if any(one.losses for one in runs):
-        print(f"\n{report(runs, job.tokens)}")
-    found = [f"{one.name}: {one.failure}" for one in runs if one.failure]
-    if any(r.name == "fusedce" and r.losses and not r.counters.get("matched") for r in runs):
-        found.append("fusedce fused nothing, so there is nothing to compare")
-    for text in found:
-        tell(f"fxpass demo: {text}")
-    return int(bool(found))
+    trials = train_in_turn(job, steps, list(dict.fromkeys(["eager", *providers])), environ)
+    refuse(trials, job.dtype)
+    if any(trial.losses for trial in trials):
+        print(f"\n{report(trials, job.tokens)}")
+    failures = [f"{trial.name}: {trial.failure}" for trial in trials if trial.failure]
+    fusedce = next((trial for trial in trials if trial.name == "fusedce"), None)
+    if fusedce and fusedce.losses and not fusedce.counters.get("matched"):
+        failures.append("fusedce fused nothing, so there is nothing to compare")
+    for text in failures:
+        print_progress(f"fxpass demo: {text}")
+    return int(bool(failures))
 
 
-def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -> list[Trial]:
+def train_in_turn(
+    job: Job, steps: int, names: Sequence[str], environ: dict[str, str]
+) -> list[Trial]:
     """Trains with each provider in a process of its own, one step in turn: a drift of the machine's
     speed affects all of them."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs ``finally``
-    runs = [Trial(name) for name in names]
+    trials = [Trial(name) for name in names]
     processes: list[subprocess.Popen[str]] = []
     try:
         for name in names:
@@ -135,51 +138,51 @@ def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -
             )
             processes.append(process)
         for _ in range(steps):
-            for one, process in zip(runs, processes, strict=True):
-                if not one.failure:
-                    _take_step(one, process)
+            for trial, process in zip(trials, processes, strict=True):
+                if not trial.failure:
+                    _train_step(trial, process)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    return runs
+    return trials
 
 
-def _take_step(one: Trial, process: subprocess.Popen[str]) -> None:
+def _train_step(trial: Trial, process: subprocess.Popen[str]) -> None:
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("\n")
         process.stdin.flush()
     if line := process.stdout.readline():
-        one.add(json.loads(line))
+        trial.add(json.loads(line))
         return
     status = process.wait()
     killed = status == -getattr(signal, "SIGKILL", 9)
     why = "killed by the system, most likely because of its memory" if killed else "see its error"
-    one.failure = f"ended with status {status}: {why}"
+    trial.failure = f"ended with status {status}: {why}"
 
 
-def refuse(runs: Sequence[Trial], dtype: str) -> None:
-    """Refuses the numbers of runs whose curves differ from those of eager, the first run, over
+def refuse(trials: Sequence[Trial], dtype: str) -> None:
+    """Refuses the numbers of trials whose curves differ from those of eager, the first trial, over
     their common steps."""
-    eager = runs[0]
+    eager = trials[0]
     bound = TOLERANCE[dtype]
-    for one in runs:
-        if one.losses and not eager.losses:
-            one.failure = one.failure or "refused: eager has no numbers to compare with"
+    for trial in trials:
+        if trial.losses and not eager.losses:
+            trial.failure = trial.failure or "refused: eager has no numbers to compare with"
         for curve, most in (("losses", bound), ("norms", 10 * bound)):
-            step = first_difference(getattr(eager, curve), getattr(one, curve), most)
+            step = first_difference(getattr(eager, curve), getattr(trial, curve), most)
             if step is not None:
                 why = f"{curve} differ from eager's at step {step} (bound {most:.0e})"
-                one.failure = one.failure or f"refused: {why}"
+                trial.failure = trial.failure or f"refused: {why}"
 
 
 def first_difference(expected: Sequence[float], actual: Sequence[float], most: float) -> int | None:
     """The first step, counted from 1, at which two curves differ relatively by more than ``most``.
 
-    The first gradients under a GradScaler may overflow; two values that are not finite count as
-    equal.
+    Two values that are not finite count as equal: the first gradients under a GradScaler may
+    overflow.
     """
     for step, pair in enumerate(zip(expected, actual, strict=False), 1):
         if not math.isclose(*pair, rel_tol=most) and any(map(math.isfinite, pair)):
@@ -187,35 +190,35 @@ def first_difference(expected: Sequence[float], actual: Sequence[float], most: f
     return None
 
 
-def report(runs: Sequence[Trial], tokens: int) -> str:
+def report(trials: Sequence[Trial], tokens: int) -> str:
     """The fused losses, the loss curves, and a table of speed and memory."""
     blocks = []
-    for one in runs:
-        if one.notes:
-            fused, others = (one.counters.get(name, 0) for name in ("matched", "rejected"))
-            notes = "".join(f"\n  {note}" for note in one.notes)
-            blocks.append(f"{one.name}: {fused} fused, {others} not fused{notes}")
-    steps = max(len(one.losses) for one in runs)
+    for trial in trials:
+        if trial.notes:
+            fused, others = (trial.counters.get(name, 0) for name in ("matched", "rejected"))
+            notes = "".join(f"\n  {note}" for note in trial.notes)
+            blocks.append(f"{trial.name}: {fused} fused, {others} not fused{notes}")
+    steps = max(len(trial.losses) for trial in trials)
     shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
     curves = [("loss at step", *(str(i + 1) for i in shown))]
-    for one in runs:
-        losses = dict(enumerate(one.losses))
-        curves.append((one.name, *(f"{losses[i]:.3f}" if i in losses else "" for i in shown)))
+    for trial in trials:
+        losses = dict(enumerate(trial.losses))
+        curves.append((trial.name, *(f"{losses[i]:.3f}" if i in losses else "" for i in shown)))
     table = [("provider", "tokens/s", "/ inductor", "extra MiB", "/ inductor")]
-    good = [one for one in runs if one.timed]
-    base = next((one for one in good if one.name == "inductor"), None)
-    for one in good:
-        speed = tokens / statistics.median(one.timed)
-        size = one.extra_bytes
+    timed = [trial for trial in trials if trial.timed]
+    base = next((trial for trial in timed if trial.name == "inductor"), None)
+    for trial in timed:
+        speed = tokens / statistics.median(trial.timed)
+        size = trial.extra_bytes
         times = share = "-"
         if base:
-            rounds = zip(base.timed, one.timed, strict=True)
+            rounds = zip(base.timed, trial.timed, strict=True)
             times = f"{statistics.median(theirs / own for theirs, own in rounds):.2f}"
             share = f"{size / base.extra_bytes:.2f}" if size and base.extra_bytes else "-"
         mib = "-" if size is None else f"{size / MIB:,.0f}"
-        table.append((one.name, f"{speed:,.0f}", times, mib, share))
-    told = (
+        table.append((trial.name, f"{speed:,.0f}", times, mib, share))
+    legend = (
         "extra MiB: a step's peak memory beyond the memory in use between steps\n"
         f"tokens/s: of the median step; the first {UNTIMED_STEPS} steps are not timed"
     )
-    return "\n\n".join([*blocks, doctor.columns(curves), doctor.columns(table), told])
+    return "\n\n".join([*blocks, doctor.aligned(curves), doctor.aligned(table), legend])

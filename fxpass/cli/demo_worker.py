@@ -1,8 +1,8 @@
 """The worker process of ``fxpass demo``: trains a small GPT in plain PyTorch.
 
 In: a :class:`Job` as JSON in the first argument, then a line on standard input for each step. Out:
-for each, what :func:`train` yields, as a line of JSON on standard output. The model does not
-depend on the backend.
+for each step, the measurements of :func:`train_steps`, as a line of JSON on standard output. The
+model does not depend on the backend.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class GPT(nn.Module):
         heads = job.width // HEAD_WIDTH
         self.embedding = nn.Embedding(job.classes, width)
         self.position = nn.Embedding(job.seq, width)
-        how = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, **how)
+        gpt_2 = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, **gpt_2)
         norm = nn.LayerNorm(width)
         self.blocks = nn.TransformerEncoder(block, job.layers, norm, enable_nested_tensor=False)
         self.head = nn.Linear(width, job.classes, bias=False)
@@ -99,8 +99,9 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
     return torch.tensor([index.get(word, 0) for word in words], device="cpu")
 
 
-def session(job: Job, corpus: Tensor) -> Iterator[dict[str, Any]]:
-    """Trains on windows of a text, class indices ``[tokens]`` int64, at random places."""
+def train_gpt(job: Job, corpus: Tensor) -> Iterator[dict[str, Any]]:
+    """Trains on random windows of a text, class indices ``[tokens]`` int64, as :func:`train_steps`
+    does."""
 
     def batch(random: Generator) -> dict[str, Tensor]:
         last = len(corpus) - job.seq
@@ -108,10 +109,10 @@ def session(job: Job, corpus: Tensor) -> Iterator[dict[str, Any]]:
         windows = corpus[starts + torch.arange(job.seq + 1, device="cpu")]
         return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
-    return train(job, lambda: GPT(job), batch)
+    return train_steps(job, lambda: GPT(job), batch)
 
 
-def train(
+def train_steps(
     job: Job, make: Callable[[], nn.Module], batch_of: Callable[[Generator], dict[str, Tensor]]
 ) -> Iterator[dict[str, Any]]:
     """Trains with the provider of the job, as ``benchmarks.training`` does too.
@@ -121,8 +122,8 @@ def train(
         batch_of: makes the arguments of a step; the generator is the same for every provider.
 
     Yields:
-        the seconds, loss and gradient norm of each step, and with those of MEASURED_STEP the
-        memory that it added, in bytes, and the counters and log lines of fusedce.
+        the seconds, loss and gradient norm of each step; at MEASURED_STEP also the memory that it
+        added, in bytes, and the counters and log lines of fusedce.
     """
     notes = BufferingHandler(capacity=10_000)  # a line per match, rejection and cast
     logging.getLogger("fxpass").addHandler(notes)
@@ -132,7 +133,7 @@ def train(
     torch.manual_seed(0)
     model = make().to(device)
     memory = Memory(device)
-    run = model if job.provider == "eager" else torch.compile(model, backend=job.provider)
+    compiled = model if job.provider == "eager" else torch.compile(model, backend=job.provider)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=job.dtype == "float16")
     for step in itertools.count():
@@ -142,7 +143,7 @@ def train(
             memory.start()
         begin = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            out = run(**batch)
+            out = compiled(**batch)
         scaler.scale(out["loss"]).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -166,7 +167,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other prints must not look like answers
     job = Job(**json.loads(sys.argv[1]))
-    for _, answer in zip(sys.stdin, session(job, read_corpus(job.classes)), strict=False):
+    for _, answer in zip(sys.stdin, train_gpt(job, read_corpus(job.classes)), strict=False):
         print(json.dumps(answer), file=answers, flush=True)
 
 

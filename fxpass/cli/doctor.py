@@ -15,17 +15,30 @@ from typing import NamedTuple
 import torch
 
 from fxpass.plan.devices import implementation_for, target_of
+from fxpass.releases.torch_2_13 import SPLITS_PATHS
 from fxpass.settings import TABLE, Settings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 
-# (tool that Inductor needs, types of device that need it, how to install it)
-NEEDED = (
-    ("C++ compiler", ("cpu",), "install g++ or clang, or name yours in CXX"),
-    ("Triton", ("cuda",), "pip install triton"),
-    ("C compiler", ("cuda",), "install gcc or clang, or name yours in CC"),
-    ("Python.h", ("cpu", "cuda"), "install Python's headers, such as apt-get install python3-dev"),
+
+class Tool(NamedTuple):
+    """A tool that Inductor needs."""
+
+    name: str
+    device_types: tuple[str, ...]  # for which Inductor needs it
+    advice: str  # how to install it
+
+
+TOOLS = (
+    Tool("C++ compiler", ("cpu",), "install g++ or clang, or name yours in CXX"),
+    Tool("Triton", ("cuda",), "pip install triton"),
+    Tool("C compiler", ("cuda",), "install gcc or clang, or name yours in CC"),
+    Tool(
+        name="Python.h",
+        device_types=("cpu", "cuda"),
+        advice="install Python's headers, such as apt-get install python3-dev",
+    ),
 )
 
 
@@ -45,7 +58,7 @@ class Device(NamedTuple):
     arch: str  # ``sm_86``, ``gfx942``, or the vector instructions of a CPU
 
 
-def run() -> int:
+def print_report() -> int:
     """Prints the report; returns 1 if there is a problem, else 0."""
     devices, found = read_devices()
     found += _of_torch()
@@ -60,7 +73,7 @@ def run() -> int:
         settings += _settings(Settings.read())
     except ValueError as error:
         found.append(Finding("problem", str(error), "correct or unset the variable"))
-    tools = read_compilers()
+    paths = read_compilers()
     sections: dict[str, Sequence[tuple[str, ...]]] = {
         "versions": [
             ("python", platform.python_version()),
@@ -69,8 +82,8 @@ def run() -> int:
         ],
         "devices": [(str(d.device), d.name, d.arch) for d in devices],
         "what Inductor needs": [
-            (tool, tools[tool] or "not found", f"for {' and '.join(kinds)}")
-            for tool, kinds, _ in NEEDED
+            (tool.name, paths[tool.name] or "not found", f"for {' and '.join(tool.device_types)}")
+            for tool in TOOLS
         ],
         "fused loss": [
             (str(d.device), str(dtype).removeprefix("torch."), *implementation_for(d.device, dtype))
@@ -79,7 +92,7 @@ def run() -> int:
         ],
         "settings": settings,
     }
-    blocks = [f"{title}\n{columns(rows)}" for title, rows in sections.items() if rows]
+    blocks = [f"{title}\n{aligned(rows)}" for title, rows in sections.items() if rows]
     found.sort(key=lambda finding: finding.level != "problem")
     lines = [f"{f.level}: {f.text}\n  do: {f.advice}" for f in found] or ["no problems found"]
     print("\n\n".join([*blocks, "\n".join(lines)]))
@@ -118,8 +131,7 @@ def _release() -> tuple[int, int]:
 
 
 def read_devices() -> tuple[list[Device], list[Finding]]:
-    """The accelerators that torch finds, in torch's order, and the CPU; and what is wrong with
-    them.
+    """The accelerators that torch finds, in torch's order, and the CPU; and their problems.
 
     Starts the accelerator's driver if there is one.
     """
@@ -157,14 +169,14 @@ def _line(message: object) -> str:
 
 def inductor_problem(device_type: str) -> str:
     """Why Inductor cannot compile for ``cpu`` or ``cuda``, with remedy; empty if it can."""
-    tools = read_compilers()
+    paths = read_compilers()
     found = [
-        f"{tool} not found: {advice}"
-        for tool, kinds, advice in NEEDED
-        if device_type in kinds and not tools[tool]
+        f"{tool.name} not found: {tool.advice}"
+        for tool in TOOLS
+        if device_type in tool.device_types and not paths[tool.name]
     ]
     folder = Path(torch.__file__).parent
-    if device_type == "cpu" and " " in str(folder) and _release() < (2, 14):
+    if device_type == "cpu" and " " in str(folder) and SPLITS_PATHS:
         what = f"the C++ linker gets the path {folder} in pieces, which torch 2.14 quotes"
         found.append(f"{what}: make the virtual environment where no folder's name has a space")
     return "; ".join(found)
@@ -189,7 +201,7 @@ def read_compilers() -> dict[str, str]:
     }
 
 
-def columns(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Lines of text with aligned columns; a column without any text is omitted."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -42,7 +42,7 @@ class Memory:
             self.rest = _status("VmRSS")
 
     def added(self) -> int | None:
-        """The largest memory in use since :meth:`start`, beyond what was in use there."""
+        """The peak of the memory in use since :meth:`start`, beyond the memory in use then."""
         if self.rest is None:
             return None
         cuda = self.device.type == "cuda"

@@ -1,12 +1,12 @@
-"""A graph of recipes and of the calls that follow them, as Dynamo would have drawn it.
+"""Recipes and the calls that follow them, as a graph like Dynamo's.
 
-In: what calls make of deferred logits. Out: the tensors that it is computed from, and a graph of
-them, whose numbers of rows are symbols::
+In: results of calls. Out: the tensors that these are computed from, and a graph of these tensors,
+whose numbers of rows are symbols::
 
-    Drawing([Made(logsumexp, 0)]).drawn(varies=True)    %x, %w -> %linear -> %logsumexp
+    Drawing([CallResult(logsumexp, 0)]).drawn(varies=True)    %x, %w -> %linear -> %logsumexp
 
-Sizes of hidden states but for the last one, and of operands, may vary; not the numbers of hidden
-values and classes. Sizes that are equal have one symbol.
+The sizes of operands may vary, and those of hidden states but for the last one; the numbers of
+hidden values and classes may not. Equal sizes have one symbol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from fxpass.deferred.records import (
     Call,
-    Leaf,
-    Made,
+    CallResult,
     Numbering,
+    Origin,
     PlainOperand,
     calls_of,
     evaluated,
-    is_source,
+    is_operand,
     with_numbers,
 )
 from fxpass.deferred.run import Run
@@ -47,8 +47,8 @@ class Drawn:
 
     Attributes:
         module: the graph; its nodes have names.
-        fakes: its inputs.
-        mode: their mode.
+        fakes: fake tensors for its inputs.
+        mode: the mode of the fake tensors.
         symbols: the names of the sizes that vary.
     """
 
@@ -65,39 +65,40 @@ class Drawn:
 
 
 class Drawing:
-    """A computation of deferred logits, and the tensors that it reads.
+    """The computation of results of calls, and the tensors that it reads.
 
     Args:
-        wanted: what calls make.
-        trained: whether it has gradients.
+        wanted: the results.
+        trained: whether they have gradients.
         varying: positions of ``numbers`` that are inputs of the graph.
 
     Attributes:
-        tensors: what it is computed from, each once.
-        numbers: those among the arguments of calls that may differ.
-        sizes: those that may vary.
-        alike: equal for graphs that are equal, but for sizes that vary, and for ``numbers``.
+        tensors: the inputs of the graph, each once.
+        numbers: the numbers among the arguments of calls that may differ from call to call.
+        sizes: the sizes of inputs that may vary.
+        key: equal for graphs that differ only in ``sizes`` and ``numbers``.
 
     Raises:
-        Stop: autograd does not know an input of a model any more.
-        StaleLogitsError: something was changed.
+        Stop: an input of a model has no longer its autograd history.
+        StaleLogitsError: an input was changed.
     """
 
     def __init__(
-        self, wanted: Sequence[Made], trained: bool, varying: frozenset[int] = frozenset()
+        self, wanted: Sequence[CallResult], trained: bool, varying: frozenset[int] = frozenset()
     ) -> None:
         self.wanted = wanted
         self.trained = trained
         self._varying = varying
         numbering = Numbering(calls_of(wanted))
-        self.leaves = numbering.leaves
+        self.origins = numbering.origins
         self.numbers = tuple(numbering.numbers)
-        self.runs = [leaf for leaf in self.leaves if isinstance(leaf, Run)]
+        self.runs = [origin for origin in self.origins if isinstance(origin, Run)]
         self.tensors: list[Tensor] = []
         self.sizes: list[int] = []
-        self._layouts: list[Any] = []
-        self._at: dict[int, int] = {}
-        self._inputs: dict[Leaf, list[Any]] = {}  # positions of tensors, or what is none
+        self._layouts: list[_InputLayout] = []
+        self._at: dict[int, int] = {}  # positions by the tensor's identity
+        self._alive: list[Tensor] = []  # their identities are in use
+        self._inputs: dict[Origin, list[Any]] = {}  # positions of tensors; other values as they are
         widths = {run.like.shape[-1] for run in self.runs}
         for run in self.runs:
             given = run.linked(trained)
@@ -106,24 +107,23 @@ class Drawing:
             self._inputs[run] = [
                 self._position(a, range(a.dim() - 1) if i in rows else ())
                 if isinstance(a, Tensor)
-                else self._number(a)
+                else (self._float_position(a) if isinstance(a, float) else a)
                 for i, a in enumerate(given)
             ]
-        for leaf in self.leaves:
-            if isinstance(leaf, PlainOperand):
-                value = leaf.value(self.runs[0].recipe.source)
-                known = leaf.tensor if trained and leaf.tensor.requires_grad else value
+        for origin in self.origins:
+            if isinstance(origin, PlainOperand):
+                value = origin.value(self.runs[0].recipe.source)
+                tensor = origin.tensor if trained and origin.tensor.requires_grad else value
                 dims = [d for d, size in enumerate(value.shape) if size not in widths]
-                self._inputs[leaf] = [self._position(known, dims)]
-        self._given = {i: self._number(self.numbers[i], True) for i in sorted(varying)}
+                self._inputs[origin] = [self._position(tensor, dims)]
+        self._given = {i: self._number_position(self.numbers[i]) for i in sorted(varying)}
         recipes = tuple(run.recipe for run in self.runs)
-        # a number of a recipe that is no position is in it by its value
-        inputs = tuple(tuple(map(repr, self._inputs[leaf])) for leaf in self.leaves)
-        self.alike = (numbering.key, recipes, inputs, trained, tuple(self._layouts))
+        inputs = tuple(tuple(map(repr, self._inputs[origin])) for origin in self.origins)
+        self.key = (numbering.key, recipes, inputs, trained, tuple(self._layouts))
 
     @property
     def fixed(self) -> tuple[float | None, ...]:
-        """The numbers that are written in the graph."""
+        """The numbers that are constants of the graph; None for its inputs."""
         return tuple(None if i in self._varying else x for i, x in enumerate(self.numbers))
 
     def _position(self, tensor: Tensor, dims: Sequence[int]) -> _InputAt:
@@ -131,7 +131,7 @@ class Drawing:
         if id(tensor) in self._at:
             return _InputAt(self._at[id(tensor)])
         at = self._at[id(tensor)] = len(self.tensors)
-        expanded = tensor.numel() > 0 and 0 in tensor.stride()  # stays as it is
+        expanded = tensor.numel() > 0 and 0 in tensor.stride()  # a copy would take memory
         dims = () if expanded else [d for d in dims if tensor.shape[d] > 1]
         given = tensor.contiguous() if dims else tensor
         if self.trained and given.is_inference():
@@ -142,21 +142,30 @@ class Drawing:
                 self.sizes.append(shape[d])
             shape[d] = f"s{self.sizes.index(shape[d])}"
         strides = None if dims else given.stride()
-        needs = self.trained and given.requires_grad
-        self._layouts.append((given.dtype, given.device, needs, tuple(shape), strides))
+        self._layouts.append(
+            _InputLayout(
+                dtype=given.dtype,
+                device=given.device,
+                requires_grad=self.trained and given.requires_grad,
+                shape=tuple(shape),
+                strides=strides,
+            )
+        )
         self.tensors.append(given)
-        self._keep = [*getattr(self, "_keep", ()), tensor]  # its identity
+        self._alive.append(tensor)
         return _InputAt(at)
 
-    def _number(self, number: Any, is_size: bool = False) -> Any:
-        """A float, or a size, is a tensor of the graph."""
-        device = self.runs[0].device
-        if isinstance(number, int):
-            size = torch.empty(number if is_size else 0, 0, device=device)
-            return self._position(size, (0,)) if is_size else number
+    def _number_position(self, number: float) -> _InputAt:
+        """The position of a number: a tensor without dimensions, or an int as the size of one."""
+        if isinstance(number, float):
+            return self._float_position(number)
+        return self._position(torch.empty(number, 0, device=self.runs[0].device), (0,))
+
+    def _float_position(self, number: float) -> _InputAt:
         double = any(run.like.dtype == torch.float64 for run in self.runs)
         dtype = torch.float64 if double else torch.get_default_dtype()
-        return self._position(torch.full((), number, dtype=dtype, device=device), ())
+        tensor = torch.full((), number, dtype=dtype, device=self.runs[0].device)
+        return self._position(tensor, ())
 
     # ------------------------------------------------------------ the graph
 
@@ -165,7 +174,7 @@ class Drawing:
 
         Args:
             varies: whether sizes are symbols.
-            line: the user's, for what is said of its nodes.
+            line: the user's line, for the stack traces of nodes.
         """
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         names, sizes = self._symbols(mode.shape_env) if varies else ([], self.sizes)
@@ -174,23 +183,22 @@ class Drawing:
         inputs = [graph.placeholder(f"t{i}") for i in range(len(fakes))]
         for node, fake in zip(inputs, fakes, strict=True):
             node.meta["example_value"] = fake
-        known = {leaf: self._leaf(graph, leaf, inputs) for leaf in self.leaves}
+        values = {origin: self._origin_node(graph, origin, inputs) for origin in self.origins}
         positions = itertools.count()
 
-        def number(known: Any) -> Any:
-            at = self._given.get(next(positions))
-            if at is None:
-                return known
-            node = inputs[at.at]
-            return node if isinstance(known, float) else graph.call_method("size", (node, 0))
+        def input_or_constant(number: Any) -> Any:
+            given = self._given.get(next(positions))
+            if given is None:
+                return number
+            node = inputs[given.at]
+            return node if isinstance(number, float) else graph.call_method("size", (node, 0))
 
-        def call(of: Call, args: Any, kwargs: Any) -> _Items:
-            is_leaf = lambda x: isinstance(x, Node) or is_source(x)  # noqa: E731
-            given = with_numbers((args, kwargs), number, is_leaf)
-            return _Items(graph.call_function(of.applied(), *given))
+        def apply(call: Call, args: Any, kwargs: Any) -> _Items:
+            args, kwargs = with_numbers((args, kwargs), input_or_constant, _is_leaf)
+            return _Items(graph.call_function(call.function_in_modes(), args, kwargs))
 
         clone = lambda node: graph.call_function(torch.clone, (node,))  # noqa: E731
-        graph.output(tuple(evaluated(self.wanted, known, call, clone)))
+        graph.output(tuple(evaluated(self.wanted, values, apply, clone)))
         file, _, code = line.partition(" ")
         name, _, number_of = file.rpartition(":")
         for node in graph.nodes:
@@ -210,24 +218,25 @@ class Drawing:
         return names, sizes
 
     @staticmethod
-    def _fake(mode: FakeTensorMode, layout: Any, sizes: Sequence[Any]) -> Tensor:
-        dtype, device, needs, shape, strides = layout
-        shape = [sizes[int(s[1:])] if isinstance(s, str) else s for s in shape]
+    def _fake(mode: FakeTensorMode, layout: _InputLayout, sizes: Sequence[Any]) -> Tensor:
+        shape = [sizes[int(s[1:])] if isinstance(s, str) else s for s in layout.shape]
+        dtype = layout.dtype
+        device = layout.device
         with mode:
-            if strides is None:
+            if layout.strides is None:
                 fake = torch.empty(shape, dtype=dtype, device=device)
             else:
-                fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return fake.requires_grad_(needs)
+                fake = torch.empty_strided(shape, layout.strides, dtype=dtype, device=device)
+        return fake.requires_grad_(layout.requires_grad)
 
-    def _leaf(self, graph: Graph, leaf: Leaf, inputs: Sequence[Node]) -> Any:
-        """The node of an operand, or of logits."""
-        given = [inputs[a.at] if isinstance(a, _InputAt) else a for a in self._inputs[leaf]]
-        if isinstance(leaf, PlainOperand):
+    def _origin_node(self, graph: Graph, origin: Origin, inputs: Sequence[Node]) -> Any:
+        """The node of a plain operand, or of the logits of a run."""
+        given = [inputs[a.at] if isinstance(a, _InputAt) else a for a in self._inputs[origin]]
+        if isinstance(origin, PlainOperand):
             return given[0]
         copies: dict[Node, Any] = {}
         todo = iter(given)
-        for node in leaf.recipe.graph.graph.nodes:
+        for node in origin.recipe.graph.graph.nodes:
             if node.op == "placeholder":
                 copies[node] = next(todo)
             elif node.op == "output":
@@ -237,14 +246,28 @@ class Drawing:
         raise AssertionError("a graph has an output")
 
 
+def _is_leaf(argument: Any) -> bool:
+    return isinstance(argument, Node) or is_operand(argument)
+
+
 @dataclass(frozen=True)
 class _InputAt:
     at: int
 
 
+class _InputLayout(NamedTuple):
+    """The layout of a graph's input."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    shape: tuple[int | str, ...]  # "s0": the first of the sizes that may vary
+    strides: tuple[int, ...] | None  # None: contiguous
+
+
 @dataclass(frozen=True)
 class _Items:
-    """The results of a call."""
+    """The results of a call, each a node."""
 
     node: Node
 

@@ -1,7 +1,7 @@
-"""Hides deferred logits from Dynamo: it sees nothing of this package, and plain tensors in graphs.
+"""Hides deferred logits from Dynamo: it traces no code of this package, and gets plain tensors.
 
-In: functions, and a class of tensors with a property ``plain``. Out: the same, but Dynamo does not
-trace them, and the tensors reach the graphs that Dynamo makes as plain tensors::
+In: functions, and a class of tensors with a property ``plain``. Out: the same; Dynamo does not
+trace them, and passes the tensors to its graphs as plain tensors::
 
     loss, logits = step(batch)  # deferred logits
     torch.compile(accuracy)(logits, labels)  # the compiled graph is called with logits.plain
@@ -22,19 +22,21 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fxpass import messages
+
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=type)
 
 
 def hidden(function: F) -> F:
-    """A function that Dynamo does not trace: a frame that calls it has a graph break there."""
+    """The function, which Dynamo does not trace: a frame that calls it has a graph break there."""
     disable: Any = torch.compiler.disable  # its result has no signature
     return disable(function)
 
 
 def opaque(cls: T) -> T:
-    """Hides the methods of a class from Dynamo, which would else trace them wherever a frame that
-    it compiles calls them: the dispatcher's and autograd's calls too."""
+    """The class with methods that Dynamo does not trace, also where the dispatcher or autograd
+    calls them from a compiled frame."""
     for name, member in list(vars(cls).items()):
         if name == "__new__":
             continue  # its callers are hidden, or compiled code
@@ -62,7 +64,7 @@ def _graph_input(builder: VariableBuilder, t: Any) -> VariableTracker:
     name = getattr(tx.output.compiler_fn, "compiler_name", "")
     if name == "fusedce" and t.answers and not (tx.one_graph or tx.error_on_graph_break):
         # the frame runs without Dynamo: functions of the logits are answered there
-        raise SkipFrame("its logits are deferred: what reduces them runs in eager, a program each")
+        raise SkipFrame(messages.SKIPPED_FRAME)
     source = builder.get_source()
     builder.install_guards(GuardBuilder.TYPE_MATCH)
     # the first use may be inside a transform of torch.func, and the values are of no level

@@ -1,6 +1,6 @@
 """The autograd history of deferred logits.
 
-In: deferred logits and what they are computed from. Out: the same logits as a view of a plain
+In: deferred logits and the inputs of their recipe. Out: the same logits as a view of a plain
 tensor, the base, which has the history::
 
     base = attach(part, inputs)  # its backward recomputes the logits
@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass import messages
 from fxpass.deferred.dynamo import hidden
+from fxpass.deferred.run import Run
 from fxpass.deferred.values import BufferView
 
 aten = torch.ops.aten
@@ -34,12 +36,12 @@ def attach(part: BufferView, inputs: Sequence[Any]) -> Tensor:
 
 
 def attach_cast(part: BufferView, cast: Tensor) -> Tensor:
-    """A base for deferred logits that autograd links to ``cast``, the same logits without one."""
+    """A base that autograd links to ``cast``, deferred logits without a base."""
     return _base(part, recorded(aten.clone.default, cast, _without_memory(part)))
 
 
 def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
-    """``result``, which autograd takes for ``function(given)``, a view or a copy."""
+    """``result``; for autograd, it is ``function(given)``, a view or a copy."""
     _ = given.grad_fn  # after a write, this replays the views that made ``given``
     with torch._C._InferenceMode(given.is_inference()):  # its end restores the grad mode too
         torch._C._set_grad_enabled(True)
@@ -52,8 +54,8 @@ def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
 
 
 def plain_view(logits: Tensor, value: Tensor) -> Tensor:
-    """``value``, which autograd takes for a view of deferred logits that does not refer to them:
-    what aten.alias records of a subclass does, so that ``t.plain`` would keep ``t`` alive."""
+    """``value``; for autograd, it is a view of deferred logits. It does not refer to them, as the
+    record of aten.alias does for a subclass: ``t.plain`` would keep ``t`` alive."""
     if not logits.requires_grad:
         return recorded(_primal, logits, value)
     view = recorded(_PlainView.apply, logits, value)
@@ -99,32 +101,28 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
         _, *needed = ctx.needs_input_grad
-        run = once(ctx, "run")
+        run = _saved_run(ctx)
         if grad is None:
             return None, *[None] * len(needed)
         return None, *run.gradients(needed, grad)
 
 
-def once(ctx: Any, name: str) -> Any:
-    """The tensors of backward, an attribute of its context. Taken without ``retain_graph``: a
-    loss may live longer than its logits.
+def _saved_run(ctx: Any) -> Run:
+    """The run that backward uses; released without ``retain_graph``, since a loss may live longer
+    than its logits.
 
     Raises:
-        RuntimeError: it was taken before.
+        RuntimeError: it was released before.
     """
-    found = getattr(ctx, name)
-    if found is None:
-        raise RuntimeError(_AGAIN)
+    run = ctx.run
+    if run is None:
+        raise RuntimeError(messages.SECOND_BACKWARD)
     if not _AUTOGRAD._get_current_graph_task_keep_graph():
-        setattr(ctx, name, None)
-    return found
+        ctx.run = None
+    return run
 
 
 _AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-_AGAIN = (
-    "Trying to backward through the graph a second time: what computes the gradients of logits was "
-    "freed. Specify retain_graph=True"
-)
 
 
 def _without_memory(part: BufferView) -> Tensor:

@@ -21,7 +21,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxpass import messages
 from fxpass.op.fingerprint import ReadOrder, fingerprint
+from fxpass.releases.torch_2_11 import parameter_groups
 
 
 class StaleLogitsError(RuntimeError):
@@ -29,24 +31,33 @@ class StaleLogitsError(RuntimeError):
 
     def __init__(self, source: str, tensor: Tensor, what: str, before: str) -> None:
         super().__init__(
-            f"the logits of `{source}` were deferred, and one of their inputs, a "
-            f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}, "
-            f"{what} before they were used. Use the logits, or make a copy of them "
-            f"(logits.detach().clone()), before {before}; or have them computed with the loss "
-            '(FUSEDCE_LOGITS=keep, or options={"fusedce.logits": "keep"})'
+            messages.STALE.format(
+                source=source,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                what=what,
+                before=before,
+            )
         )
 
 
 class RecordedInput:
-    """A tensor that a deferred computation will read, of any dtype and strides; made under
-    :func:`quiet`. ``is_row``: its leading dimensions are those of the logits.
+    """A tensor that a deferred computation will read, of any dtype and strides.
 
-    It holds an alias of the memory, so that ``weight.data = other`` has no effect on it, the
-    version counter, and a fingerprint of the bits. ``is_parameter``: an optimizer may change it.
+    It has an alias of the memory, so that ``weight.data = other`` has no effect on it, the version
+    counter, and a fingerprint of the bits. Made under :func:`quiet`.
+
+    Args:
+        tensor: the tensor.
+        is_row: whether its leading dimensions are those of the logits, as of hidden states.
+
+    Attributes:
+        tensor: the alias, or a clone that replaces it.
+        is_parameter: whether an optimizer may change it.
     """
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
-        # the recipe would read a negative view as what it is a view of; its copy cannot change
+        # the recipe would ignore the sign of a negative view; a copy cannot change
         self.tensor = tensor.detach().resolve_neg()
         self._is_clone = False  # a clone has no other references that could change it
         self._version = None if tensor.is_inference() else self.tensor._version
@@ -60,22 +71,22 @@ class RecordedInput:
         self.is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
     def checked(self, source: str, read: bool = True, bits: bool = True) -> Tensor:
-        """The tensor, detached; raises StaleLogitsError if it was changed in place, and ``read`` is
-        not False, or freed. Without ``bits``, only version counters are compared, as in eager."""
+        """The tensor, detached; raises StaleLogitsError if it was freed, or, with ``read``, changed
+        in place. Without ``bits``, only version counters are compared, as in eager."""
         if _freed(self.tensor):
             before = "backward(): FSDP frees gathered weights" if _sharding() else "this"
-            raise StaleLogitsError(source, self.tensor, "was freed", before)
+            raise StaleLogitsError(source, self.tensor, messages.FREED, before)
         if not read:
             return self.tensor
         if not self._same_version():
-            raise StaleLogitsError(source, self.tensor, "was changed in place", self._changes())
+            raise StaleLogitsError(source, self.tensor, messages.CHANGED, self._changes())
         if self._fingerprint is not None and bits:
             with quiet():  # equal() waits for the device
                 now = fingerprint(self.tensor, self._layout)
                 same = torch.equal(self._fingerprint, now)
             if not same:
                 before = self._changes() + (", with FSDP before backward()" if _sharding() else "")
-                what = "was changed in place (through .data)"
+                what = messages.CHANGED_DATA
                 raise StaleLogitsError(source, self.tensor, what, before)
             if self._is_clone:
                 self._fingerprint = None
@@ -83,7 +94,7 @@ class RecordedInput:
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Inputs with equal keys can share a clone; None if a clone would not help."""
+        """Equal for inputs that can share a clone; None if a clone would not help."""
         t = self.tensor
         if self._is_clone or not self.is_parameter or _freed(t) or not self._same_version():
             return None
@@ -133,7 +144,7 @@ def _freed(t: Tensor) -> bool:
 
 
 def freed_by_fsdp(tensor: Tensor) -> bool:
-    """Whether FSDP frees a gathered parameter when the forward of its module ends."""
+    """Is true for a gathered parameter that FSDP frees when the forward of its module ends."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     from torch.distributed._composable_state import _module_state_mapping
@@ -141,8 +152,7 @@ def freed_by_fsdp(tensor: Tensor) -> bool:
 
     memory = tensor.untyped_storage()._cdata
     for state in [ref() for ref in list(_module_state_mapping.values())]:
-        one = getattr(state, "_fsdp_param_group", None)
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+        for group in parameter_groups(state):
             if group.post_forward_mesh_info is None:
                 continue
             gathered = [getattr(param, "_unsharded_param", None) for param in group.fsdp_params]
@@ -158,7 +168,7 @@ def _sharding() -> set[type]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     kinds = FSDPModule, FullyShardedDataParallel
-    return {k for one in gc.get_objects() for k in kinds if issubclass(type(one), k)}
+    return {k for thing in gc.get_objects() for k in kinds if issubclass(type(thing), k)}
 
 
 _sharding_once = functools.cache(_sharding)  # a look at all objects is slow

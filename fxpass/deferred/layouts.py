@@ -1,7 +1,7 @@
 """A call's results without their values: shapes, strides and dtypes.
 
-In: a call, and the layouts of its arguments. Out: a :class:`Layout`, from a run on fake tensors;
-one that was known before, where a call of the same function had such arguments::
+In: a call, and the layouts of its operands. Out: a :class:`CallLayout`, from a run on fake tensors,
+or from the cache, if a call of the same function had operands of the same layouts::
 
     Call(logsumexp, (run, -1)), run: f32[3, 7, 300]    one result, f32[3, 7], with a gradient
 """
@@ -24,56 +24,57 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass import messages
 from fxpass.deferred.inputs import quiet
-from fxpass.deferred.records import Call, Source, is_source
+from fxpass.deferred.records import Call, Operand, is_operand
 from fxpass.deferred.run import stand_in
 from fxpass.rows.tags import Stop
 
-_MOST = 512  # layouts that are known; those of dynamic shapes would add more without end
-_KNOWN: OrderedDict[Any, Layout | Stop] = OrderedDict()
+_MOST = 512  # cached layouts; dynamic shapes would add more without end
+_CACHE: OrderedDict[Any, CallLayout | Stop] = OrderedDict()
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-LOCK = threading.RLock()  # of the fake mode, whose tensors have no device while one runs
+LOCK = threading.RLock()  # guards the fake mode: its tensors have no device while an operation runs
 
 
 @dataclass(frozen=True)
-class Like:
+class TensorLayout:
     """The layout of one tensor.
 
     Attributes:
-        like: an empty tensor on the meta device.
+        meta: an empty tensor on the meta device.
         device: the tensor's own.
         trained: whether it has a gradient.
     """
 
-    like: Tensor
+    meta: Tensor
     device: torch.device
     trained: bool
 
     @property
     def key(self) -> Any:
         """Equal for equal layouts."""
-        like = self.like
-        return tuple(like.shape), like.stride(), like.dtype, self.device, self.trained
+        meta = self.meta
+        return tuple(meta.shape), meta.stride(), meta.dtype, self.device, self.trained
 
 
 @dataclass(frozen=True)
-class Layout:
+class CallLayout:
     """The layout of a call's results.
 
     Attributes:
-        tree: what the function returns, with numbers in the place of tensors.
-        results: of its tensors.
-        shown: whether they are views of arguments, or arguments.
-        cast: whether they are arguments in another dtype.
-        written: the layout of the argument that it writes to, and its position among the call's
-            arguments; or None.
+        tree: the structure that the function returns, with numbers in the place of tensors.
+        results: the layouts of its tensors.
+        aliased: whether they are operands, or views of operands.
+        cast: whether they are operands in another dtype.
+        written: the layout of the operand that the call writes to, and its position among the
+            call's operands; or None.
     """
 
     tree: Any
-    results: Sequence[Like]
-    shown: bool
+    results: Sequence[TensorLayout]
+    aliased: bool
     cast: bool
-    written: tuple[Like, int] | None
+    written: tuple[TensorLayout, int] | None
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The function's results, with these tensors."""
@@ -87,110 +88,116 @@ class _ResultAt:
     at: int
 
 
-def layout_of(call: Call, likes: Mapping[Source, Like]) -> Layout:
+def layout_of(call: Call, layouts: Mapping[Operand, TensorLayout]) -> CallLayout:
     """The layout of a call's results.
 
     Args:
-        call: its sources have no calls of their own here.
-        likes: the layouts of its arguments.
+        call: the call; its operands may be of any kind.
+        layouts: the layouts of its operands.
 
     Raises:
-        Stop: that depends on values, or the call draws random numbers, or fails.
+        Stop: the layout depends on values, or the call draws random numbers, or fails.
     """
-    sources = call.sources
-    leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_source)
-    places = {id(source): i for i, source in enumerate(sources)}
-    given = tuple(places[id(x)] if is_source(x) else (type(x), repr(x)) for x in leaves)
-    spec = pytree.tree_structure((call.args, call.kwargs), is_leaf=is_source)
+    operands = call.operands
+    leaves = pytree.tree_leaves((call.args, call.kwargs), is_leaf=is_operand)
+    places = {id(operand): i for i, operand in enumerate(operands)}
+    given = tuple(places[id(x)] if is_operand(x) else (type(x), repr(x)) for x in leaves)
+    spec = pytree.tree_structure((call.args, call.kwargs), is_leaf=is_operand)
     modes = call.grad, call.autocast, torch.get_default_dtype()
-    key = (call.function, *modes, str(spec), given, *(likes[s].key for s in sources))
+    key = (call.function, *modes, str(spec), given, *(layouts[x].key for x in operands))
     with LOCK:
-        found = _KNOWN.get(key)
+        found = _CACHE.get(key)
         if found is None:
             try:
-                found = _run(call, sources, likes)
+                found = _traced(call, [layouts[x] for x in operands])
             except Stop as stop:
                 found = Stop(*stop.args)  # without its frames, which have tensors
-            _KNOWN[key] = found
-            if len(_KNOWN) > _MOST:
-                _KNOWN.popitem(last=False)
-        _KNOWN.move_to_end(key)
+            _CACHE[key] = found
+            if len(_CACHE) > _MOST:
+                _CACHE.popitem(last=False)
+        _CACHE.move_to_end(key)
     if isinstance(found, Stop):
         raise Stop(*found.args)
     return found
 
 
-def _run(call: Call, sources: Sequence[Source], likes: Mapping[Source, Like]) -> Layout:
-    watched = _Watched()
+def _traced(call: Call, layouts: Sequence[TensorLayout]) -> CallLayout:
+    """The layout of a call's results, by a run on fake tensors."""
+    names = _CallNames()
     try:
         with quiet(), _FAKE:
-            fakes = {id(s): _fake(likes[s]) for s in sources}
+            fakes = [_fake(layout) for layout in layouts]
+            by_id = {id(x): fake for x, fake in zip(call.operands, fakes, strict=True)}
             args, kwargs = pytree.tree_map(
-                lambda s: fakes[id(s)] if is_source(s) else s,
+                lambda x: by_id[id(x)] if is_operand(x) else x,
                 (call.args, call.kwargs),
-                is_leaf=is_source,
+                is_leaf=is_operand,
             )
-            before = [fake._version for fake in fakes.values()]
-            kind = next(iter(fakes.values())).device.type
+            before = [fake._version for fake in fakes]
+            kind = fakes[0].device.type
             autocast = torch.autocast(kind, call.autocast, call.autocast is not None)
-            with torch.set_grad_enabled(call.grad), autocast, watched:
+            with torch.set_grad_enabled(call.grad), autocast, names:
                 made = call.function(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException):
-        raise Stop("makes a tensor whose shape depends on values") from None
+        raise Stop(messages.SHAPE_OF_VALUES) from None
     except Stop:
         raise
     except Exception as error:
-        raise Stop(f"fails on fake tensors ({type(error).__name__}: {error})") from None
-    pairs = [(fake, likes[s].like) for s, fake in zip(sources, fakes.values(), strict=True)]
+        raise Stop(messages.FAILS_ON_FAKES.format(error=type(error).__name__, text=error)) from None
+    metas = [layout.meta for layout in layouts]
     changed = [
         i
-        for i, (fake, like) in enumerate(pairs)
-        if fake._version != before[i] or (fake.shape, fake.stride()) != (like.shape, like.stride())
+        for i, (fake, meta) in enumerate(zip(fakes, metas, strict=True))
+        if fake._version != before[i] or (fake.shape, fake.stride()) != (meta.shape, meta.stride())
     ]
     if len(changed) > 1:
-        raise Stop("writes to its arguments")
+        raise Stop(messages.WRITES)
     tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
     numbers = iter(range(len(tensors)))
     tree = pytree.tree_map(lambda x: _ResultAt(next(numbers)) if isinstance(x, Tensor) else x, made)
-    memory = {fake.untyped_storage()._cdata for fake in fakes.values()}
-    shown = [t.untyped_storage()._cdata in memory for t in tensors]
+    memory = {fake.untyped_storage()._cdata for fake in fakes}
+    aliased = any(t.untyped_storage()._cdata in memory for t in tensors)
     written = None
     if changed:
-        fake, like = pairs[changed[0]]
+        (position,) = changed
+        fake = fakes[position]
+        meta = metas[position]
         if any(t is not fake for t in tensors):
-            raise Stop("writes to its arguments, and returns others")
-        if fake.numel() != like.numel() or fake.dtype != like.dtype:
-            raise Stop("writes to its arguments")
-        written = _like(fake), changed[0]
-    cast = bool(tensors) and watched.packets <= _ALIKE
-    return Layout(tree, [*map(_like, tensors)], any(shown), cast, written)
+            raise Stop(messages.WRITES_AND_RETURNS)
+        if fake.numel() != meta.numel() or fake.dtype != meta.dtype:
+            raise Stop(messages.WRITES)
+        written = _tensor_layout(fake), position
+    cast = bool(tensors) and names.packets <= _CASTS
+    return CallLayout(tree, [*map(_tensor_layout, tensors)], aliased, cast, written)
 
 
-def _fake(like: Like) -> Tensor:
-    of = like.like
-    shape = of.shape
-    strides = of.stride()
-    if not like.trained:
-        return torch.empty_strided(shape, strides, dtype=of.dtype, device=like.device)
-    with torch.enable_grad():  # no leaf, nor a view of one: a function may write to it
+def _fake(layout: TensorLayout) -> Tensor:
+    meta = layout.meta
+    shape = meta.shape
+    strides = meta.stride()
+    if not layout.trained:
+        return torch.empty_strided(shape, strides, dtype=meta.dtype, device=layout.device)
+    with (
+        torch.enable_grad()
+    ):  # no leaf of autograd, nor a view of a leaf: a function may write to it
         size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        leaf = torch.empty(size if of.numel() else 0, dtype=of.dtype, device=like.device)
+        leaf = torch.empty(size if meta.numel() else 0, dtype=meta.dtype, device=layout.device)
         return leaf.requires_grad_().clone().as_strided(shape, strides)
 
 
-def _like(fake: Tensor) -> Like:
+def _tensor_layout(fake: Tensor) -> TensorLayout:
     with quiet():
-        # a view without gradients, of a tensor with gradients, says that it is a leaf with some
+        # torch says of a view without gradients, of a tensor with gradients: a leaf with a gradient
         trained = fake.requires_grad and not fake.is_leaf
-        return Like(stand_in(fake, "meta"), fake.device, trained)
+        return TensorLayout(stand_in(fake, "meta"), fake.device, trained)
 
 
-# Calls that make the same values, perhaps in another dtype.
-_ALIKE = {"_to_copy", "alias", "detach", "lift_fresh"}
+# ATen calls whose result has the values of the operand, perhaps in another dtype.
+_CASTS = {"_to_copy", "alias", "detach", "lift_fresh"}
 
 
-class _Watched(TorchDispatchMode):
-    """Notes which ATen calls run; random numbers raise Stop."""
+class _CallNames(TorchDispatchMode):
+    """Records the names of the ATen calls that run; random numbers raise Stop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,6 +205,6 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Stop("draws random numbers")
+            raise Stop(messages.RANDOM)
         self.packets.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))

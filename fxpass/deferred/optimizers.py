@@ -35,8 +35,8 @@ def watch_optimizers() -> None:
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The optimizer changes parameters now; or after each call of its closure, whose logits need
-    the parameters too."""
+    """Calls :func:`before_update` now, and after each call of the optimizer's closure, whose logits
+    read the parameters too."""
     before_update(optimizer)
     if callable(kwargs.get("closure")):
         return args, kwargs | {"closure": _then_update(optimizer, kwargs["closure"])}
@@ -57,11 +57,11 @@ def _then_update(optimizer: Any, closure: Callable[..., Any]) -> Callable[..., A
 
 @hidden
 def before_update(optimizer: Any = None) -> None:
-    """Makes all deferred logits independent of the parameters, and of what shares memory with those
-    of an optimizer.
+    """Makes all deferred logits independent of the parameters, and of tensors that share memory
+    with parameters of an optimizer.
 
-    It clones each parameter once, or computes the logits if they take less memory than the clones
-    and the other inputs. It synchronises with the device only if it computes logits.
+    Clones each parameter once, or computes the logits if they take less memory than the clones and
+    the other inputs. Synchronises with the device only to compute logits.
     """
     pending = values.pending()
     uses: dict[Any, list[tuple[Run, RecordedInput]]] = {}  # the uses of each parameter
@@ -86,9 +86,9 @@ def before_update(optimizer: Any = None) -> None:
     # the memory that is held until then: clones and hidden states, or the logits
     held = sum({i.tensor.data_ptr(): i.tensor.nbytes for i in (*parameters, *others)}.values())
     if held > sum(buffer.like.nbytes for buffer in {part.buffer for part in parts}):
-        # logits before their casts, and larger parts before smaller: the latter are cheap then
+        # logits before their casts, and larger parts before smaller ones, which are cheap then
         for part in sorted(parts, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
-            with suppress(StaleLogitsError):  # a later use raises it again
+            with suppress(StaleLogitsError):  # a later use raises it
                 part.compute()
         return
     for key, group in uses.items():
@@ -96,5 +96,5 @@ def before_update(optimizer: Any = None) -> None:
             clone = group[0][1].tensor.clone()
         for run, given in group:
             with run.lock:
-                if given.key == key:  # else the step of another thread has cloned it, and goes on
+                if given.key == key:  # else another thread has cloned it in its step
                     given.replace(clone)

@@ -1,7 +1,7 @@
 """One run of the graph that computes logits: the logits, some of their rows, and gradients.
 
 In: a recipe, a graph that computes logits, and its inputs. Out: plain tensors; each call runs the
-recipe again::
+recipe::
 
     run = Run(Recipe(graph, rows=(0,), source="logits = self.lm_head(x)"), (x, weight), False)
     run.logits(rows), run.gradients((True, True), grad)
@@ -22,11 +22,12 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass import messages
 from fxpass.deferred.inputs import RecordedInput, quiet
 from fxpass.formula.dtypes import compute_dtype
 from fxpass.rows.tags import Stop
 
-PART = 2**26  # bytes of the logits of which gradients are computed at a time
+CHUNK = 2**26  # bytes of the logits whose gradients are computed at a time
 LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end
 
 
@@ -40,13 +41,13 @@ class Recipe:
     rows: tuple[int, ...]
     source: str  # the user's source line, for messages
     requires_grad: bool = True  # whether the logits are linked to the inputs by autograd
-    # Positions of the hidden states, if the gradients of all other inputs read nothing else: a
+    # Positions of the hidden states, if the gradients of all other inputs read only these: the
     # linear's output is only cast and viewed. Empty if unknown.
     hidden: tuple[int, ...] = ()
-    # Whether the graph reduces nothing of them: the program does, when forward has ended.
+    # Whether the graph reduces no logits, so that the program reads them after forward.
     alone: bool = False
-    # Makes programs of what is computed of the logits (fxpass.deferred.programs.Programs); None if
-    # nothing is.
+    # Compiles functions of the logits (fxpass.deferred.programs.Programs); None if they are not
+    # answered.
     programs: Any = None
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
@@ -79,11 +80,11 @@ class Run:
 
     Attributes:
         inputs: a :class:`RecordedInput` for each tensor; None if the logits are dropped.
-        given: the inputs as they were given, which autograd knows; none if the logits are dropped.
+        given: the inputs with their autograd history; none if the logits are dropped.
         trained: whether each input has a gradient.
         answered: whether a function of the logits is linked to these inputs.
-        seen: whether the program looks at the gradient of the logits, or of what is made of them.
-        hooks: of FSDP, which wait for a gradient of the logits.
+        gradient_used: whether the program uses the gradient of the logits, or of a result of them.
+        hooks: FSDP's hooks, which wait for a gradient of the logits.
         like, device: the layout of the logits, on the meta device, and their real device.
         lock: guards all values that are computed from these inputs.
     """
@@ -95,7 +96,7 @@ class Run:
             recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
         )
         self.answered = False
-        self.seen = False
+        self.gradient_used = False
         self.hooks: list[Callable[..., Any]] = []
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None
@@ -108,22 +109,22 @@ class Run:
 
     @property
     def roots(self) -> list[Run]:
-        """The run itself, as of what functions make of logits."""
+        """The run itself; a result of a call has the runs that it is computed from."""
         return [self]
 
     def linked(self, trained: bool) -> list[Any]:
-        """The inputs, for a program; where it is trained, as autograd knows them.
+        """The inputs of a program; if it is trained, with their autograd history.
 
         Raises:
-            Stop: one with a gradient is another tensor now.
-            StaleLogitsError: one was changed.
+            Stop: an input with a gradient has other memory now.
+            StaleLogitsError: an input was changed.
         """
         found = self.checked()
         for i, needs in enumerate(self.trained):
             if not (trained and needs):
                 continue
             if self.given[i].untyped_storage()._cdata != found[i].untyped_storage()._cdata:
-                raise Stop("reads logits of before a step, or of a weight that was replaced")
+                raise Stop(messages.BEFORE_STEP)
             found[i] = self.given[i]
         return found
 
@@ -133,7 +134,7 @@ class Run:
         if rows is None:
             return self.recipe(*inputs)
         for i in self.recipe.rows:
-            picked = take(inputs[i], rows.flatten())
+            picked = select_rows(inputs[i], rows.flatten())
             inputs[i] = with_dims(picked, inputs[i].dim())
         logits = self.recipe(*inputs)
         return logits.reshape(*rows.shape, logits.shape[-1])
@@ -143,17 +144,18 @@ class Run:
         wanted = [i for i, need in enumerate(needed) if need]
         found: dict[int, list[Tensor]] = {i: [] for i in wanted}
         read = () if any(needed[i] for i in self.recipe.hidden) else self.recipe.hidden
-        # where nothing is computed again, eager's backward reads the same; but FSDP refills memory
+        # without recomputed logits, backward reads what eager's reads; but FSDP refills memory
         bits = not self.recipe.hidden or is_distributed()
         with quiet():
             inputs = self.checked(read, bits)
             rows = self.recipe.rows
-            parts = self._parts(inputs, wanted, grad)
-            for some, of_logits in parts:
-                for i, new in zip(wanted, self._of_part(some, wanted, of_logits), strict=True):
+            chunks = self._chunks(inputs, wanted, grad)
+            for chunk, chunk_grad in chunks:
+                grads = self._chunk_gradients(chunk, wanted, chunk_grad)
+                for i, new in zip(wanted, grads, strict=True):
                     if new is None:
                         continue
-                    if len(parts) == 1 or i in rows:
+                    if len(chunks) == 1 or i in rows:
                         found[i].append(new)
                     elif found[i]:
                         found[i][0].add_(new)
@@ -166,26 +168,26 @@ class Run:
             }
         return [joined.get(i) for i in range(len(needed))]
 
-    def _of_part(
+    def _chunk_gradients(
         self, inputs: list[Any], wanted: Sequence[int], grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of some inputs, with those of the logits recomputed."""
+        """The gradients of some inputs, from recomputed logits and their gradient."""
         for i in wanted:
             inputs[i] = inputs[i].detach().requires_grad_()
-        with torch.enable_grad(), _Unread() if self.recipe.hidden else nullcontext():
+        with torch.enable_grad(), _UncomputedProducts() if self.recipe.hidden else nullcontext():
             logits = self.recipe(*inputs)
         leaves = [inputs[i] for i in wanted]
         return torch.autograd.grad(logits, leaves, grad.view_as(logits), allow_unused=True)
 
-    def _parts(
+    def _chunks(
         self, inputs: list[Any], wanted: Sequence[int], grad: Tensor
     ) -> list[tuple[list[Any], Tensor]]:
-        """Parts of the rows of the inputs and of the logits' gradient. Autograd keeps several
-        copies of the logits that it computes from; one part has all rows, if it computes none, or
-        the sums of the parts' gradients take more memory than that saves."""
+        """Chunks of the rows of the inputs and of the logits' gradient: autograd saves several
+        copies of logits. One chunk has all rows, if backward reads no logits, or if accumulators
+        of gradients would take more memory than chunks save."""
         rows = self.recipe.rows
         v = grad.shape[-1]
-        of_sums = sum(
+        accumulators = sum(
             inputs[i].numel() * (inputs[i].itemsize + compute_dtype(inputs[i].dtype).itemsize)
             for i in wanted
             if i not in rows
@@ -194,27 +196,24 @@ class Run:
             self.recipe.hidden
             or not rows
             or not grad.is_contiguous()
-            or grad.nbytes <= max(of_sums, 2 * PART)
+            or grad.nbytes <= max(accumulators, 2 * CHUNK)
         ):
             return [(inputs, grad)]
-        step = max(1, PART // (v * grad.itemsize))
+        step = max(1, CHUNK // (v * grad.itemsize))
         flat = {i: inputs[i].reshape(-1, inputs[i].shape[-1]).split(step) for i in rows}
-        found = []
-        for k, part in enumerate(grad.view(-1, v).split(step)):
-            few = {i: with_dims(of_input[k], inputs[i].dim()) for i, of_input in flat.items()}
-            found.append(([few.get(i, a) for i, a in enumerate(inputs)], part))
-        return found
+        chunks = []
+        for k, chunk_grad in enumerate(grad.view(-1, v).split(step)):
+            sliced = {i: with_dims(slices[k], inputs[i].dim()) for i, slices in flat.items()}
+            chunks.append(([sliced.get(i, a) for i, a in enumerate(inputs)], chunk_grad))
+        return chunks
 
     def checked(self, read: tuple[int, ...] = (), bits: bool = True) -> list[Any]:
         """The values of the inputs; raises RuntimeError if they changed or were dropped. If
-        positions are given, the values of all others are not read, and may have changed. ``bits``:
-        whether changes count that no version counter has seen."""
+        positions to ``read`` are given, all other inputs may have changed. Without ``bits``, only
+        version counters are compared."""
         source = self.recipe.source
         if self.inputs is None:
-            raise RuntimeError(
-                f"the logits of `{source}` were never computed, because FUSEDCE_LOGITS="
-                "drop; with FUSEDCE_LOGITS=defer they are computed when they are used"
-            )
+            raise RuntimeError(messages.DROPPED.format(source=source))
         with self.lock:
             return [
                 a.checked(source, not read or i in read, bits)
@@ -228,18 +227,18 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-class _Unread(TorchDispatchMode):
-    """Autograd records a product, and what is made of it, without computing them: of a linear's
-    output that is cast and viewed, backward reads nothing."""
+class _UncomputedProducts(TorchDispatchMode):
+    """Autograd records products, and casts and views of them, which are not computed: backward
+    reads none of their values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.unread: list[Tensor] = []
+        self.uncomputed: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        memory = {t.untyped_storage()._cdata for t in self.unread}
+        memory = {t.untyped_storage()._cdata for t in self.uncomputed}
         of_product = any(t.untyped_storage()._cdata in memory for t in given)
         if not of_product and func.overloadpacket not in _PRODUCTS:
             return func(*args, **kwargs)
@@ -248,7 +247,7 @@ class _Unread(TorchDispatchMode):
         with FakeTensorMode(allow_non_fake_inputs=True):
             like = func(*pytree.tree_map(stand_in, args), **kwargs)
         out = torch.empty((), dtype=like.dtype, device=given[0].device).expand(like.shape)
-        self.unread.append(out)
+        self.uncomputed.append(out)
         return out
 
 
@@ -262,7 +261,7 @@ def stand_in(a: Any, device: str | None = None) -> Any:
     return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
 
 
-def take(t: Tensor, rows: Tensor) -> Tensor:
+def select_rows(t: Tensor, rows: Tensor) -> Tensor:
     """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
     return t[torch.unravel_index(rows, t.shape[:-1])]
 

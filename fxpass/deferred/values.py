@@ -1,17 +1,16 @@
-"""The values behind deferred logits: what computes them, who shares them, and when.
+"""The values behind deferred logits, computed on first use and shared among views.
 
-In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
-tensors, computed on first use::
+In: a recipe with its inputs, and views and casts of the result. Out: plain tensors::
 
-    whole = returned(recipe, inputs, dropped=False)  # a BufferView
+    whole = view_of_recipe(recipe, inputs, dropped=False)  # a BufferView
     (last,) = whole.views(lambda t: t[:, -1])
-    last.read()  # runs the recipe on the last row of the hidden states
+    last.read_values()  # runs the recipe on the last row of the hidden states
 
 A :class:`Buffer` stands for the memory that eager would have allocated: the logits, or a cast of
-them. A :class:`BufferView` has a shape, strides and an offset, which determine its elements,
-and so the rows of the hidden states that it needs. Some rows may be computed separately, as long as
-no user can write to them or has an alias: :meth:`BufferView.materialise` first computes the whole
-buffer and copies such rows into it.
+them. A :class:`BufferView`, a part of a buffer, has a shape, strides and an offset, which determine
+its elements, and so the rows of the hidden states that it needs. Some rows may be computed
+separately, as long as no user can write to them or has an alias: :meth:`BufferView.materialise`
+first computes the whole buffer and copies such rows into it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from fxpass.deferred.inputs import StaleLogitsError, quiet
-from fxpass.deferred.run import Recipe, Run, take
-from fxpass.deferred.watch import note
+from fxpass.deferred.run import Recipe, Run, select_rows
+from fxpass.deferred.watch import note_computed
 
-CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
+MOST_SEPARATE = 8  # times that rows are computed separately; then the whole buffer is cheaper
 
 
 @dataclass(eq=False)
@@ -45,19 +44,18 @@ class Buffer:
     # For each row of V classes its row number in the logits, int64 [R]; None if rows cannot be
     # computed separately.
     rows: Tensor | None = None
-    # The casts from the logits to this buffer: the layouts of the part that was cast and of the
-    # resulting buffer. And the buffer that was cast last: its values, if computed, are cheap.
+    # The casts from the logits to this buffer, each the layouts of the cast part and of the
+    # resulting buffer; and the buffer of the last cast part, whose values are cheap if computed.
     casts: tuple[tuple[Tensor, Tensor], ...] = ()
     source: weakref.ref[Buffer] | None = None
     value: Tensor | None = None  # the whole buffer, when it is computed
-    # The plain tensor of which autograd takes the logits for a view; it gets the memory of value.
+    # For autograd, the logits are a view of this plain tensor; it gets the memory of value.
     base: TensorWeakRef | None = None
     exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
-    apart: weakref.WeakSet[BufferView] = field(
-        default_factory=weakref.WeakSet
-    )  # computed separately
-    cuts: int = 0  # how often rows were computed separately
-    seen: list[Any] = field(default_factory=list)  # results of functions of it
+    # The parts that were computed separately, and how many there have been.
+    separate: weakref.WeakSet[BufferView] = field(default_factory=weakref.WeakSet)
+    separate_count: int = 0
+    results: list[Any] = field(default_factory=list)  # of functions of it, as plain tensors
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock() if self.run is None else self.run.lock
@@ -65,7 +63,7 @@ class Buffer:
     def rows_of(self, like: Tensor) -> Tensor | None:
         """The row numbers of a part with this layout, as a tensor with one dimension for each
         dimension of the part whose stride is a multiple of V. None if a row number does not
-        determine its elements, or there are none."""
+        determine its elements, or there are no elements."""
         if self.rows is None or not like.numel():  # an empty part may begin behind the last row
             return None
         v = self.like.shape[-1]
@@ -75,7 +73,7 @@ class Buffer:
         shape = [n for n, step in dims if step % v == 0]
         strides = [step // v for _, step in dims if step % v == 0]
         with quiet():
-            numbers = _numbers(len(self.rows))
+            numbers = _row_numbers(len(self.rows))
             return numbers.as_strided(shape, strides, like.storage_offset() // v)
 
     def compute(self, picked: Tensor | None = None) -> Tensor:
@@ -85,10 +83,10 @@ class Buffer:
             source = self.source and self.source()
             if source and source.value is not None and not source.exposed:
                 part, like = self.casts[-1]
-                before = _shown(source.value, part)
+                before = _view_of(source.value, part)
                 if picked is None:
                     return _copied(before, like)
-                return take(before, picked).to(like.dtype)
+                return select_rows(before, picked).to(like.dtype)
             run = self.run
             rows = self.rows
             assert run
@@ -104,7 +102,7 @@ class Buffer:
             if value.stride() != run.like.stride() or value.storage_offset():
                 value = _copied(value, run.like)
             for part, like in self.casts:
-                value = _copied(_shown(value, part), like)
+                value = _copied(_view_of(value, part), like)
             return value
 
     def give_memory(self, base: Tensor) -> None:
@@ -113,7 +111,7 @@ class Buffer:
         if self.value is not None:
             base.data = self.value
 
-    def whole(self) -> Tensor:
+    def whole_value(self) -> Tensor:
         """The whole buffer, computed once; with the rows that were computed separately."""
         if self.value is not None:
             return self.value
@@ -128,12 +126,12 @@ class Buffer:
         base = self.base and self.base()
         if base is not None:
             base.data = value
-        for part in list(self.apart):
+        for part in list(self.separate):
             assert part.value is not None
             with quiet():  # values that the user has seen must not change by a bit
-                part.value = _shown(value, part.like).copy_(part.value)
+                part.value = _view_of(value, part.like).copy_(part.value)
         self.run = None
-        self.seen = []
+        self.results = []
         return value
 
 
@@ -144,9 +142,8 @@ class BufferView:
         self.buffer = buffer
         self.like = like
         self.value = value
-        # how functions of the program made it, and whether that has a gradient
-        self.record: Any = None
-        self.trained = False
+        self.record: Any = None  # the call of the program that it is a result of
+        self.trained = False  # whether this result has a gradient
         if self.run is not None:
             with _parts_lock:
                 _parts.add(self)
@@ -158,7 +155,7 @@ class BufferView:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is the whole of its buffer, and there is no other part of it."""
+        """If it is the whole buffer, and there is no other part of the buffer."""
         like = self.like
         whole = self.buffer.like
         with _parts_lock:
@@ -167,7 +164,7 @@ class BufferView:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether it is a view of half of the rows of its buffer, or of fewer."""
+        """If it has at most half of the rows of its buffer."""
         picked = self.buffer.rows_of(self.like)
         return picked is not None and 2 * picked.numel() <= self.buffer.like.shape[:-1].numel()
 
@@ -176,12 +173,12 @@ class BufferView:
         made = [BufferView(self.buffer, like) for like in pytree.tree_leaves(view(self.like))]
         with self.buffer.lock:
             if self.value is not None and self.buffer.value is None:
-                # computed apart: the inputs may no longer be what they were
+                # computed separately: the inputs may have changed since
                 with quiet():
-                    shown = [t.data for t in pytree.tree_leaves(view(self.value))]
-                for part, value in zip(made, shown, strict=True):
+                    computed = [t.data for t in pytree.tree_leaves(view(self.value))]
+                for part, value in zip(made, computed, strict=True):
                     part.value = value
-                    self.buffer.apart.add(part)
+                    self.buffer.separate.add(part)
         return made
 
     def cast(
@@ -201,32 +198,32 @@ class BufferView:
                 rows = buffer.rows[picked.flatten()]
         casts = (*buffer.casts, (part, like))
         made = BufferView(Buffer(run, buffer.device, like, rows, casts, weakref.ref(buffer)), like)
-        # Asked at the end: another thread may compute ``self`` at any time. Until it did, a step
-        # of an optimizer cloned the parameters; ``made`` is pending from here on.
+        # Checked at the end: another thread may compute ``self`` at any time. Until then an
+        # optimizer's step clones the parameters; from here on, since ``made`` is pending.
         return made if self.run else None
 
-    def read(self) -> Tensor:
+    def read_values(self) -> Tensor:
         """The values, for the program. The caller must not write to them or return an alias."""
         with self.buffer.lock:
             if self.run is not None and not self.has_few_rows:
-                note(self.run)
+                note_computed(self.run)
             return self.compute()
 
     def compute(self) -> Tensor:
-        """The values, as :meth:`read`."""
+        """The values, as :meth:`read_values`, without a report."""
         buffer = self.buffer
         with buffer.lock:
-            if self.run is not None and buffer.cuts < CUTS:
+            if self.run is not None and buffer.separate_count < MOST_SEPARATE:
                 picked = buffer.rows_of(self.like)
                 if picked is not None and picked.numel() < buffer.like.shape[:-1].numel():
-                    self.value = _shown_of_rows(buffer.compute(picked), self.like)
-                    buffer.apart.add(self)
-                    buffer.cuts += 1
-            return self._computed()
+                    self.value = _view_of_rows(buffer.compute(picked), self.like)
+                    buffer.separate.add(self)
+                    buffer.separate_count += 1
+            return self._value_of_buffer()
 
     def hand_out(self, alias: Tensor) -> Tensor:
-        """An alias of what :meth:`read` returned, as the user may have it: with the memory of the
-        buffer, or of rows that were computed separately, a copy."""
+        """An alias of the values of :meth:`read_values`, for the user: in the memory of the buffer,
+        or a copy, if rows were computed separately."""
         with self.buffer.lock:
             whole = self.buffer.value
             if whole is None or memory_of(whole) != memory_of(alias):
@@ -237,21 +234,21 @@ class BufferView:
     def materialise(self) -> Tensor:
         """The values, for the program, as an alias of the buffer's memory."""
         with self.buffer.lock:
-            note(self.run)
+            note_computed(self.run)
             self.buffer.exposed = True
-            self.buffer.whole()  # moves rows that were computed separately
-            return self._computed()
+            self.buffer.whole_value()  # moves rows that were computed separately
+            return self._value_of_buffer()
 
-    def _computed(self) -> Tensor:
+    def _value_of_buffer(self) -> Tensor:
         if self.value is None:
-            whole = self.buffer.whole()
+            whole = self.buffer.whole_value()
             with quiet():
-                self.value = _shown(whole, self.like)
+                self.value = _view_of(whole, self.like)
         return self.value
 
 
 class Deferred(Tensor):
-    """A tensor that shows a part; :mod:`fxpass.deferred.tensor` has the class that is made."""
+    """A tensor with the values of a part; its one subclass is in :mod:`fxpass.deferred.tensor`."""
 
     __slots__ = ("_computes",)
     _computes: BufferView
@@ -262,31 +259,31 @@ class Deferred(Tensor):
 
     @property
     def answers(self) -> bool:
-        """Whether functions may reduce the logits without computing them."""
+        """If functions may reduce the logits without computing them."""
         part = self._part
         return part.run is not None and part.record is not None
 
 
-def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> BufferView:
+def view_of_recipe(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> BufferView:
     """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
     like = run.like
     rows = None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
-        rows = _numbers(like.shape[:-1].numel())
+        rows = _row_numbers(like.shape[:-1].numel())
     return BufferView(Buffer(run, run.device, like, rows), like)
 
 
 @functools.lru_cache(16)
-def _numbers(count: int) -> Tensor:
+def _row_numbers(count: int) -> Tensor:
     """The numbers of ``count`` rows; nobody writes to them."""
     with quiet():
         return torch.arange(count, device="cpu")
 
 
-def computed(value: Tensor) -> BufferView:
-    """A part that shows the whole of ``value``."""
+def view_of_value(value: Tensor) -> BufferView:
+    """The whole of a computed buffer."""
     return BufferView(Buffer(None, value.device, value, value=value, exposed=True), value, value)
 
 
@@ -314,13 +311,13 @@ def _copied(t: Tensor, like: Tensor) -> Tensor:
     return out.copy_(t)
 
 
-def _shown(whole: Tensor, like: Tensor) -> Tensor:
+def _view_of(whole: Tensor, like: Tensor) -> Tensor:
     """The view of a buffer with this layout; autograd does not treat it as a view."""
     return whole.as_strided(like.shape, like.stride(), like.storage_offset()).data
 
 
-def _shown_of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """The same, from the rows of the part, as :meth:`Buffer.rows_of` returns them."""
+def _view_of_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The view of the rows of a part that :meth:`Buffer.rows_of` selects."""
     v = rows.shape[-1]
     lead = iter(rows.stride())
     strides = [next(lead) if step % v == 0 else step for step in like.stride()]

@@ -1,10 +1,10 @@
-"""Which deferred logits a program computes, where, and why: for a warning, and for a report.
+"""Reports the deferred logits that a program computes, with the line and the reason.
 
 In: a run whose logits are computed now. Out: a line of the program::
 
     with watched() as found:
         logits.sort(0)
-    [str(one) for one in found]    train.py:9 computes the logits ...: sort works ...
+    [*map(str, found)]    train.py:9 computes the logits ...: sort works ...
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from fxpass import messages
 from fxpass.deferred.run import Run
-from fxpass.formula.dtypes import short
+from fxpass.formula.dtypes import dtype_name
 from fxpass.graph.source import calling_line, warn_once
 
 log = logging.getLogger(__name__)
 
-_COMPUTED = (
-    "{} computes the logits {} of `{}`, which were deferred{}. Compute what reads them in the "
-    "compiled function, beside the loss; or have them computed there (FUSEDCE_LOGITS=keep)"
-)
-_why = threading.local()  # what computes logits now, and why
+_why = threading.local()  # the function that computes logits now, and the reason
 
 
 @contextmanager
@@ -47,10 +44,10 @@ class Computed:
 
     Attributes:
         logits: their dtype and shape, as text.
-        bytes: of them.
+        bytes: their size.
         source: the user's line of the head.
         line: the line of the program that computes them.
-        why: what reads them, and why it is not answered; empty if nothing is known.
+        why: the function that reads them, and why it is not answered; empty if unknown.
     """
 
     logits: str
@@ -74,25 +71,27 @@ def watched() -> Iterator[list[Computed]]:
     try:
         yield watcher[0]
     finally:
-        _watchers[:] = [one for one in _watchers if one is not watcher]
+        _watchers[:] = [other for other in _watchers if other is not watcher]
 
 
-def note(run: Run | None) -> None:
-    """Notes that the program computes logits now, unless they are known; says once a process where
-    it computes those whose loss was fused."""
+def note_computed(run: Run | None) -> None:
+    """Reports, unless there is no run, that the program computes logits now; and warns, once a
+    process, if their loss could be fused."""
     if run is None or run.inputs is None:
         return
     line = calling_line()
     why = getattr(_why, "text", "")
     if run.recipe.requires_grad:
-        text = _COMPUTED.format(line, _layout(run), run.recipe.source, why)
-        warn_once(log, "deferred logits", text)
-    for found, seen in _watchers:
-        for root in (one for one in run.roots if one not in seen):
-            seen.add(root)
+        text = messages.COMPUTES_LOGITS.format(
+            line=line, logits=_layout(run), source=run.recipe.source, why=why
+        )
+        warn_once(log, "deferred logits", messages.with_code(text))
+    for found, reported in _watchers:
+        for root in (root for root in run.roots if root not in reported):
+            reported.add(root)
             size = root.like.numel() * root.like.itemsize
             found.append(Computed(_layout(root), size, root.recipe.source, line, why))
 
 
 def _layout(run: Run) -> str:
-    return f"{short(run.like.dtype)}{list(run.like.shape)}"
+    return f"{dtype_name(run.like.dtype)}{list(run.like.shape)}"

@@ -1,8 +1,8 @@
-"""The function that a graph applies to one logit between the linear and the loss.
+"""The function of a logit that a graph applies between the linear and the loss.
 
 In: scalars, function names and tensors of the call. Out: a sympy expression in the symbol ``Z``
-(the linear's raw output), its exact derivative, its value on tensors, and a text form that
-round-trips::
+(the linear's raw output), its exact derivative, its value on tensors, and a text form that is
+parsed back::
 
     >>> softcap = 30 * FUNCTIONS["tanh"].symbolic(Z / exact(30.0))
     >>> text(softcap)
@@ -41,7 +41,7 @@ Z = sympy.Symbol("z")
 
 
 def given(position: int) -> sympy.Symbol:
-    """The symbol of one of the call's given values, at the class of the logit."""
+    """The symbol of a given value of the call, at the class of the logit."""
     return sympy.Symbol(f"given{position}")
 
 
@@ -57,13 +57,13 @@ def given_in(expr: Expr) -> tuple[int, ...]:
 
 @functools.cache
 def derivative(expr: Expr) -> Expr:
-    """d expr / dz, exactly. Where a branch has slope zero, it is zero even if other factors
-    overflow: autograd too selects zero there, and does not multiply by zero."""
+    """d expr / dz, exactly. It is 0 in a branch of slope 0 even if other factors overflow: autograd
+    selects 0 there, too, and does not multiply by 0."""
     return _without_rounding(masked(sympy.diff(expr, Z)))
 
 
 def _without_rounding(expr: Any) -> Any:
-    """``expr`` with sigmoid(-x) in place of 1 - sigmoid(x), which rounds what is small to 0."""
+    """``expr`` with sigmoid(-x) in place of 1 - sigmoid(x), which rounds small values to 0."""
     sigmoid = FUNCTIONS["sigmoid"].symbolic
     if not expr.has(sigmoid):
         return expr
@@ -97,46 +97,47 @@ def masked(expr: Any) -> Any:
 
 
 def text(expr: Expr) -> str:
-    """One line without spaces; :func:`parse` gives the same expression back.
+    """One line without spaces, from which :func:`parse` makes the same expression.
 
     Raises ``ValueError`` for an expression that cannot be a logit transform.
     """
     return Printer().text(expr)
 
 
-# Precedence of an operation, and of the one around it.
+# The precedence of an operation.
 SUM = 0
 PRODUCT = 1
 ATOM = 2
 
 
 class Printer:
-    """Prints expressions in their text form. Its methods return a text and its precedence."""
+    """Prints expressions in their text form."""
 
     space = ""
     lowest = "-inf"
     names: Mapping[str, str] = {}
 
     def text(self, expr: Any, level: int = SUM) -> str:
-        """In parentheses if the precedence is lower than ``level``."""
-        out, precedence = self.written(expr)
+        """The text, in parentheses if its precedence is lower than ``level``."""
+        out, precedence = self.print_with_precedence(expr)
         return f"({out})" if precedence < level else out
 
-    def written(self, expr: Any) -> tuple[str, int]:
+    def print_with_precedence(self, expr: Any) -> tuple[str, int]:
+        """The text and its precedence."""
         space = self.space
         if isinstance(expr, sympy.Symbol):
             return expr.name, ATOM
         if isinstance(expr, sympy.Rational):
-            return self.number(expr)
+            return self.print_number(expr)
         if isinstance(expr, sympy.Add):
             first, *rest = (self.text(term) for term in expr.as_ordered_terms())
             signed = (f"-{space}{t[1:]}" if t.startswith("-") else f"+{space}{t}" for t in rest)
             return first + "".join(f"{space}{term}" for term in signed), SUM
         if isinstance(expr, sympy.Mul):
-            out = self.product(*expr.as_coeff_Mul())
+            out = self.print_product(*expr.as_coeff_Mul())
             return out, SUM if out.startswith("-") else PRODUCT
         if isinstance(expr, sympy.Pow):
-            return self.power(expr.base, expr.exp)
+            return self.print_power(expr.base, expr.exp)
         name = type(expr).__name__
         lowest = isinstance(expr, Where) and sympy.S.NegativeInfinity
         args = [self.lowest if arg is lowest else self.text(arg) for arg in expr.args]
@@ -149,12 +150,12 @@ class Printer:
             raise ValueError(f"a logit transform may not contain {name}: {expr}")
         return f"{self.names.get(name, name)}({f',{space}'.join(args)})", ATOM
 
-    def number(self, number: Any) -> tuple[str, int]:
-        is_double = exact(float(number)) == number  # ValueError for what no double can hold
+    def print_number(self, number: Any) -> tuple[str, int]:
+        is_double = exact(float(number)) == number  # ValueError beyond the range of doubles
         out = repr(float(number)) if is_double and number.q != 1 else str(number)
         return out, ATOM if out.replace(".", "").isdigit() else SUM
 
-    def product(self, number: Any, rest: Any) -> str:
+    def print_product(self, number: Any, rest: Any) -> str:
         parts = sympy.Mul.make_args(rest)
         factors = "*".join(self.text(part, PRODUCT) for part in parts)
         if number == 1:
@@ -168,7 +169,7 @@ class Printer:
         top = {1: "", -1: "-"}.get(number.p, f"{number.p}*")
         return f"{top}{factors}/{number.q}"
 
-    def power(self, base: Any, exponent: Any) -> tuple[str, int]:
+    def print_power(self, base: Any, exponent: Any) -> tuple[str, int]:
         if not isinstance(exponent, sympy.Rational):
             raise ValueError(f"a logit transform may not have {exponent} as an exponent")
         return f"{self.text(base, ATOM)}**{self.text(exponent, ATOM)}", PRODUCT
@@ -180,17 +181,17 @@ _MAX_BITS = 8192
 
 def parse(source: str) -> Expr:
     """The expression of a text form: numbers, ``z``, operands, ``+ - * / **``, ``where`` and the
-    names in ``FUNCTIONS``. It executes nothing, and raises ``ValueError`` for anything else."""
+    names in ``FUNCTIONS``; ``ValueError`` for any other text, of which nothing is executed."""
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: deep nesting
         raise ValueError(f"not a logit transform: {source!r}") from error
-    expr = _read(tree.body, source)
+    expr = _expr_of(tree.body, source)
     text(expr)  # raises for infinities and roots of -1, which have no text form
     return expr
 
 
-def _read(node: ast.expr, source: str) -> Expr:
+def _expr_of(node: ast.expr, source: str) -> Expr:
     match node:
         case ast.Constant(value=bool()):
             pass
@@ -201,20 +202,20 @@ def _read(node: ast.expr, source: str) -> Expr:
         case ast.Name(id=name) if _SYMBOL.fullmatch(name):
             return sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
-            return sympy.S.NegativeInfinity  # only a branch of a where has it in its text form
+            return sympy.S.NegativeInfinity  # in a text form only as a branch of a where
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_read(operand, source)
+            return -_expr_of(operand, source)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_read(left, source), _read(right, source))
+            return _OPERATORS[type(op)](_expr_of(left, source), _expr_of(right, source))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             if len(args) == FUNCTIONS[name].arity:
-                return FUNCTIONS[name].symbolic(*(_read(arg, source) for arg in args))
+                return FUNCTIONS[name].symbolic(*(_expr_of(arg, source) for arg in args))
         case ast.Call(
             func=ast.Name(id="where"),
             args=[ast.Compare(left=left, ops=[op], comparators=[right]), *branches],
             keywords=[],
         ) if type(op) in _COMPARISONS and len(branches) == 2:
-            x, y, a, b = (_read(operand, source) for operand in (left, right, *branches))
+            x, y, a, b = (_expr_of(operand, source) for operand in (left, right, *branches))
             return where(x, _COMPARISONS[type(op)], y, a, b)
     raise ValueError(
         f"not a logit transform: {source!r} (allowed: numbers, z, given0, + - * / **, "
@@ -244,27 +245,29 @@ _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 def evaluate(
     expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """``expr`` at every element of ``z``, in the dtype of ``z``, which is not written to: ``z``
-    itself for the expression ``Z``, otherwise a tensor of the same shape, new if z is in ``expr``.
+    """``expr`` of every element of ``z``, in the dtype of ``z``, which is not written to: ``z``
+    itself for the expression ``Z``, otherwise a tensor of the same shape, new if ``expr`` reads z.
     ``values`` has the operands beside z by name, in the dtype of z; their shapes broadcast."""
     return z if expr == Z else _evaluate(expr, z, values or {}).expand_as(z)
 
 
-def of_rows(expr: Any, like: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def evaluate_rows(
+    expr: Any, like: torch.Tensor, values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """An expression of columns ``[N, 1]`` or ``[N, K]``, in the dtype of ``like``, on its device;
-    of numbers alone ``[1, 1]``."""
-    found = _evaluate(expr, like, values)
-    return found if found.dim() else found.reshape(1, 1)
+    ``[1, 1]`` for an expression of numbers alone."""
+    value = _evaluate(expr, like, values)
+    return value if value.dim() else value.reshape(1, 1)
 
 
 def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The value of a part of the expression, which may have fewer elements."""
+    """The value of a part of an expression, which may have fewer elements than ``z``."""
     if isinstance(expr, sympy.Symbol):
         return z if expr == Z else values[expr.name]
     if expr.is_number:
         return _scalar(float(expr), z)
-    if (found := _one_minus_square(expr)) is not None:
-        factor, root = found
+    if (square := _one_minus_square(expr)) is not None:
+        factor, root = square
         y = _evaluate(root, z, values)
         out = 1 - y
         return out.mul_(1 + y if isinstance(root, sympy.Symbol) else y.add_(1)).mul_(factor)
@@ -274,11 +277,11 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
         number, product = expr.as_coeff_Mul()
         first, *factors = sorted(sympy.Mul.make_args(product), key=_is_symbol)
         out = _evaluate(first, z, values)
-        mine = not _is_symbol(first)
+        is_new = not _is_symbol(first)
         numbers = [float(number)] * (number != 1)
         for other in (*(_evaluate(factor, z, values) for factor in factors), *numbers):
-            out = out.mul_(other) if mine and out.shape == z.shape else out * other
-            mine = True
+            out = out.mul_(other) if is_new and out.shape == z.shape else out * other
+            is_new = True
         return out
     if isinstance(expr, sympy.Pow):
         base, exponent = expr.as_base_exp()
@@ -291,35 +294,34 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
 
 
 def _is_symbol(expr: Any) -> bool:
-    """Whether the value of an expression is an operand's tensor, and no new one, which the others
-    of a sum or a product may be added to, or multiplied by."""
+    """Tells if the value of an expression is an operand's tensor, which may not be written to."""
     return isinstance(expr, sympy.Symbol)
 
 
 def _sum(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A sum, each term of which is multiplied by its number and added in one pass."""
+    """A sum; one pass multiplies a term by its number and adds it."""
     number, rest = expr.as_coeff_Add()
     terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(rest)]
     (factor, first), *others = sorted(terms, key=lambda term: _is_symbol(term[1]))
     out = _evaluate(first, z, values)
-    mine = not _is_symbol(first)
+    is_new = not _is_symbol(first)
     if number != 0:
-        place = out if mine and out.shape == z.shape else None
+        place = out if is_new and out.shape == z.shape else None
         out = torch.add(_scalar(float(number), z), out, alpha=float(factor), out=place)
-        mine = True
+        is_new = True
     elif factor != 1:
-        out = out.mul_(float(factor)) if mine and out.shape == z.shape else out * float(factor)
-        mine = True
+        out = out.mul_(float(factor)) if is_new and out.shape == z.shape else out * float(factor)
+        is_new = True
     for factor, term in others:
-        add = out.add_ if mine and out.shape == z.shape else out.add
+        add = out.add_ if is_new and out.shape == z.shape else out.add
         out = add(_evaluate(term, z, values), alpha=float(factor))
-        mine = True
+        is_new = True
     return out
 
 
 def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
-    """``c`` and ``y`` of ``c - c*y**2``, the slope of a tanh y. Where y is nearly 1, the rounding
-    of y**2 is as large as the result; (1 - y) * (1 + y) has no such rounding."""
+    """``c`` and ``y`` of ``c - c*y**2``, the slope of a tanh y. Where y is nearly 1, y**2 has
+    a rounding error as large as the result; (1 - y) * (1 + y) has none."""
     number, rest = expr.as_coeff_Add()
     factor, power = (-rest).as_coeff_Mul()
     if number != factor or not isinstance(power, sympy.Pow) or power.exp != 2:
@@ -328,7 +330,7 @@ def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
 
 
 def _scalar(operand: torch.Tensor | float, z: torch.Tensor) -> torch.Tensor:
-    """A tensor as it is, a number in the dtype of ``z``."""
+    """A tensor unchanged, a number as a tensor of the dtype of ``z``."""
     if isinstance(operand, torch.Tensor):
         return operand
     return torch.full((), operand, dtype=z.dtype, device=z.device)

@@ -1,15 +1,15 @@
 """The functions that a logit transform may use, each as a sympy class and as a torch function.
 
 sympy simplifies its own functions: ``log(exp(z))`` becomes ``z``, and ``exp(z) * exp(1)`` becomes
-``exp(z + 1)``. The results overflow at other values of ``z`` than the user's program. And of
-``tanh(exp(z / 3e4))`` it asks a polynomial of ``exp(z / 2**60)`` whether it is real. So every
-function is a new class with a known derivative, which sympy does not simplify::
+``exp(z + 1)``. The results overflow at other values of ``z`` than the user's program. And to learn
+if ``tanh(exp(z / 3e4))`` is real, sympy makes a polynomial of ``exp(z / 2**60)``. So every function
+is a new class with a given derivative, which sympy does not simplify::
 
     >>> sympy.diff(FUNCTIONS["tanh"].symbolic(sympy.Symbol("z")))
     1 - tanh(z)**2
 
-A function with two branches is a :class:`Where`. Its derivative is that of the selected branch. So
-the derivative at a boundary equals PyTorch's if the comparison is the one of PyTorch's backward.
+A function with two branches is a :class:`Where`. Its derivative is the selected branch's. So the
+derivative at a boundary equals PyTorch's if PyTorch's backward makes the same comparison.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import sympy
 import torch
 from sympy import Expr
 from torch import Tensor
+
+from fxpass.releases.torch_2_13 import ABOVE, BELOW
 
 
 def exact(value: float) -> Expr:
@@ -96,7 +98,8 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 def new_function(
     name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any], arity: int = 1
 ) -> LogitFunction:
-    """A function with a derivative: ``slope(x)``, or of ``x, y, dx, dy``. Of numbers, a number."""
+    """A function with a derivative: ``slope(x)``, or ``slope(x, y, dx, dy)`` of two operands. The
+    function of numbers is a number."""
 
     def evaluate(cls: Any, *args: Any) -> Expr | None:
         if not all(x.is_number for x in args):
@@ -119,10 +122,6 @@ def call(name: str, *operands: Any) -> Expr:
     """The function ``name`` of :data:`FUNCTIONS`, applied to expressions."""
     return FUNCTIONS[name].symbolic(*operands)
 
-
-# The comparison under which clamp passes a gradient: up to torch 2.13 also at the bound, later not.
-# The version decides: a test by autograd would start its threads, after which no process can fork.
-ABOVE, BELOW = (">", "<") if torch.__version__ >= "2.14.0a0" else (">=", "<=")
 
 _TABLE = (
     new_function("exp", torch.exp, lambda x: call("exp", x)),

@@ -4,7 +4,7 @@ In: the operands of a call. Out: records, and uninitialised outputs of the right
 
     >>> x, weight = torch.ones(4, 8), torch.ones(9, 8)
     >>> operands = Operands(x, weight, None, None, torch.zeros(4, 2, dtype=torch.int64), ())
-    >>> empty(operands, Reductions(("lse", "pick"))).rows.shape  # two picks
+    >>> empty_outputs(operands, Reductions(("lse", "pick"))).rows.shape  # two picks
     torch.Size([3, 4])
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpass.formula import expression
 from fxpass.formula.dtypes import compute_dtype
-from fxpass.formula.outputs import lines_of
+from fxpass.formula.outputs import line_count
 from fxpass.formula.reductions import Reductions
 
 
@@ -44,19 +44,19 @@ class Operands(NamedTuple):
     given: tuple[Tensor, ...]
     coef: Tensor | None = None
 
-    def classes(self) -> Tensor:
+    def picked_classes(self) -> Tensor:
         """The class indices as ``[N, K]``."""
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
     @property
-    def many(self) -> int:
-        """The picks of a row."""
+    def pick_count(self) -> int:
+        """The number of picks of a row."""
         if self.picks is None:
             return 0
         return 1 if self.picks.dim() == 1 else self.picks.shape[1]
 
-    def values(self, position: int, rows: slice, classes: slice) -> Tensor:
+    def given_tile(self, position: int, rows: slice, classes: slice) -> Tensor:
         """One of ``given`` in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
         compute dtype."""
         w = self.given[position]
@@ -67,12 +67,12 @@ class Operands(NamedTuple):
         """An expression in a tile of logits ``z`` ``[rows, classes]``, which is not written to, as
         :func:`fxpass.formula.expression.evaluate`."""
         read = expression.given_in(expr)
-        values = {f"given{i}": self.values(i, rows, classes) for i in read}
+        values = {f"given{i}": self.given_tile(i, rows, classes) for i in read}
         return expression.evaluate(expr, z, values)
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
-        """The columns of class indices in a tile of logits, any column for those that are not in
-        it, and which these are; None if all are in it."""
+        """The columns of class indices in a tile of logits, and a mask of the indices outside the
+        tile, whose columns mean nothing; None if all indices are inside."""
         if classes.stop - classes.start == self.weight.shape[0]:
             return index, None
         column = index - classes.start if classes.start else index
@@ -81,7 +81,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of all rows; those that the spec does not have are of size 0.
+    """The outputs of all rows; outputs that the spec does not have are of size 0.
 
     Attributes:
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
@@ -98,16 +98,16 @@ class Outputs(NamedTuple):
     saved: Tensor
 
 
-def empty(operands: Operands, spec: Reductions) -> Outputs:
-    """Uninitialised outputs, also of fake operands."""
+def empty_outputs(operands: Operands, spec: Reductions) -> Outputs:
+    """Uninitialised outputs; the operands may be fake tensors."""
     n = operands.x.shape[0]
     dtype = compute_dtype(operands.x.dtype)
     new = operands.x.new_empty
     found = dict.fromkeys(Outputs._fields, new((0, 0), dtype=dtype))
-    if spec.keeps_lse:
+    if spec.returns_lse:
         found |= {name: new(n, dtype=dtype) for name in ("lse", "rest")}
     for name, outputs in ("rows", spec.rows), ("indices", spec.indices), ("saved", spec.saved):
         if outputs:
-            lines = sum(lines_of(output, operands.many) for output in outputs)
+            lines = sum(line_count(output, operands.pick_count) for output in outputs)
             found[name] = new((lines, n), dtype=torch.int64 if name == "indices" else dtype)
     return Outputs(**found)

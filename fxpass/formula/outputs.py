@@ -1,6 +1,6 @@
 """The outputs of a row of logits, as records with a text form.
 
-In: numbers. Out: records; what they mean is in :mod:`fxpass.formula.reductions`::
+In: numbers. Out: records; their meaning is in :mod:`fxpass.formula.reductions`::
 
     >>> [str(output) for output in (Moment(1, 0, weight=0), "lse")]
     ['moment(1,0,0)', 'lse']
@@ -21,15 +21,15 @@ HIGHEST_POWER = 2
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """``sum_j w_j exp(a l_j) l_j**b`` of a row, a and b 0 to 2; ``weight``: the position of w among
-    the operands that the call gives, None for ones."""
+    """``sum_j w_j exp(a l_j) l_j**b`` of a row, where a and b are 0 to 2; ``weight``: the position
+    of w among the call's given values, None for ones."""
 
     a: int
     b: int
     weight: int | None = None
 
     def term(self, y: Tensor) -> Tensor:
-        """``exp(a y) y**b`` at each element, 0 where the exponential is 0."""
+        """``exp(a y) y**b`` of each element, 0 where the exponential is 0."""
         if not self.a:
             return y**self.b if self.b else torch.ones_like(y)
         e = y.exp() if self.a == 1 else (self.a * y).exp_()
@@ -59,17 +59,17 @@ Output = Moment | str
 
 
 def is_index(output: Output) -> bool:
-    """Whether an output is class indices."""
+    """Tells if an output is class indices."""
     return output in INDICES
 
 
 def of_one_softmax(outputs: Iterable[Output]) -> bool:
-    """Whether the gradient of these outputs is the softmax times a number of each row, but for what
-    single classes add."""
+    """Tells if the gradient of these outputs is the softmax times a number of each row, plus
+    values at single classes."""
     names = set(outputs)
     return names <= {*OF_SOFTMAX, "at", "max", *INDICES} and not names.isdisjoint(OF_SOFTMAX)
 
 
-def lines_of(output: Output, picks: int) -> int:
-    """The rows of an output, where there are ``picks`` picks."""
+def line_count(output: Output, picks: int) -> int:
+    """The number of an output's lines ``[N]``, if a row has ``picks`` picks."""
     return picks if output in OF_PICKS else 1

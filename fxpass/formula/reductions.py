@@ -10,8 +10,8 @@ lse their log-softmax and p = exp(l). What programs take from a row is arithmeti
     max, argmax        the largest logit, and its class
 
 The entropy is -moment(1,1), a sum of p**2 is moment(2,0), an expectation of u is moment(1,0,u), and
-a loss with soft targets q is -moment(0,1,q). The output of a row and its gradient with respect to
-the logits, for an incoming gradient of 1, are
+a loss with soft targets q is -moment(0,1,q). The outputs of a row, and their gradients with respect
+to the logits for an incoming gradient of 1, are
 
     lse                 M + log S                         p_j
     pick                (z_c - M) - log S                 1[j = c] - p_j
@@ -23,13 +23,13 @@ psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulat
 
     S_ab[w] = sum_j w_j exp(a (z_j - M)) (z_j - M)**b
 
-under the maximum so far. A new maximum changes them by :func:`shifted`, so that blocks of a row,
-tiles and chunks are joined by the same few lines::
+under the maximum so far. A new maximum changes them by :func:`shifted`; so blocks of a row, tiles
+and chunks are joined by the same function::
 
     >>> import torch
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     >>> entropy = Moment(1, 1)
-    >>> sums = {m: float(m.term(z - 3).sum()) for m in raw([entropy])}
+    >>> sums = {m: float(m.term(z - 3).sum()) for m in raw_moments([entropy])}
     >>> -normalised(entropy, sums, math.log(sums[TOTAL]), 1 / sums[TOTAL])
     0.83239...
     >>> torch.distributions.Categorical(logits=z).entropy().item()
@@ -64,9 +64,9 @@ from fxpass.formula.outputs import (
 )
 
 
-def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
-    """The moments that one pass accumulates for these outputs, ``TOTAL`` first; none if all are
-    logits at picks. A largest logit takes ``TOTAL`` as a sign of nan, which maxima lose on GPUs."""
+def raw_moments(outputs: Collection[Output]) -> tuple[Moment, ...]:
+    """The moments whose raw sums one pass accumulates for these outputs, ``TOTAL`` first; none if
+    all outputs are ``at``. ``max`` has ``TOTAL`` as a sign of nan, which maxima lose on GPUs."""
     if all(output == "at" for output in outputs):
         return ()
     wanted = [m for m in outputs if isinstance(m, Moment)]
@@ -90,20 +90,20 @@ def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, decay: Any) 
     return total * decay**moment.a if moment.a else total
 
 
-def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
-    """sigma as factors and moments, which are those of the terms of psi too."""
+def slope_terms(moment: Moment) -> tuple[tuple[int, Moment], ...]:
+    """The terms of sigma as factors and moments; psi has the same terms at each class."""
     terms = (moment.a, moment), (moment.b, dataclasses.replace(moment, b=moment.b - 1))
     return tuple((factor, term) for factor, term in terms if factor)
 
 
-def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
-    """The moments that the gradients of these outputs read."""
+def slope_moments(outputs: Iterable[Output]) -> tuple[Moment, ...]:
+    """The moments that the slopes of these outputs read."""
     moments = (output for output in outputs if isinstance(output, Moment))
-    read = (moment for output in moments for _, moment in for_slope(output))
+    read = (moment for output in moments for _, moment in slope_terms(output))
     return tuple(dict.fromkeys(moment for moment in read if moment != TOTAL))
 
 
-# ---------------------------------------------------------------- what one call computes
+# ---------------------------------------------------------------- the spec of one call
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,16 @@ class Reductions:
             given values (:mod:`fxpass.formula.expression`).
         gradients: the operands that need a gradient, of ``x``, ``weight`` and ``bias``, in this
             order.
-        total: the outputs of which the program adds up a weighted sum over all rows, whose weights
-            are known before (a mean, a mask, a policy's advantages). Forward computes the gradients
-            of this sum; the other outputs then have none.
+        total: the outputs that the program adds up over all rows, with weights that read no output
+            (a mean, a mask, a policy's advantages). Forward computes the gradients of this sum; the
+            other outputs then have no gradient.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
         accumulate: ``float32``: chunks add up the weight's gradient in f32; ``auto``: few chunks
             of bf16 add it up in bf16 (:mod:`fxpass.plan.plan`).
-        detached: those of ``rows`` that have no gradient where others have, such as metrics under
-            ``no_grad``. Backward does not read what only they read.
-        unrounded: those of ``x`` and ``weight`` whose gradients are returned in the dtype of the
-            sums: the program cast these operands from it, and their gradients bypass the cast.
+        detached: the outputs of ``rows`` without a gradient where others have one, such as metrics
+            under ``no_grad``. Backward reads no moments for them.
+        unrounded: the operands of ``x`` and ``weight`` whose gradients are returned in the dtype of
+            the sums: the program cast these operands from it, and the gradients bypass the cast.
 
     The text form::
 
@@ -191,68 +191,69 @@ class Reductions:
         return tuple(o for o in self.outputs if is_index(o))
 
     @functools.cached_property
-    def masks(self) -> bool:
-        """Whether logits are masked with -inf. Such a logit has no gradient, whatever the softmax
-        of its row is: it is nan if all logits are masked."""
+    def masks_logits(self) -> bool:
+        """Tells if logits are masked with -inf. Such a logit has no gradient, also in a row whose
+        logits are all masked, where the softmax is nan."""
         return self.transform.has(sympy.S.NegativeInfinity)
 
     @property
-    def of_largest(self) -> bool:
-        """Whether an output is a row's largest logit."""
+    def reads_max(self) -> bool:
+        """Tells if an output is a row's largest logit."""
         return "max" in self.outputs
 
     @functools.cached_property
-    def ranks(self) -> bool:
-        """Whether it matters which logits are equal in the operands' dtype, as in eager."""
-        return self.of_largest or bool(self.indices)
+    def rounds_logits(self) -> bool:
+        """Tells if logits are rounded to the operands' dtype, so that the same ones are equal as in
+        eager."""
+        return self.reads_max or bool(self.indices)
 
     @functools.cached_property
-    def for_slopes(self) -> tuple[Moment, ...]:
-        """The moments that the gradients read."""
+    def slope_moments(self) -> tuple[Moment, ...]:
+        """The moments that the gradients read, in forward or backward."""
         trained = self.total or (o for o in self.outputs if o not in self.detached)
-        return for_slopes(trained) if self.gradients else ()
+        return slope_moments(trained) if self.gradients else ()
 
     @property
     def saved(self) -> tuple[Moment, ...]:
-        """Those of them that backward reads."""
-        return () if self.total else self.for_slopes
+        """The moments that backward reads."""
+        return () if self.total else self.slope_moments
 
     @functools.cached_property
     def of_backward(self) -> Reductions:
-        """The formula of backward: the outputs that have a gradient."""
+        """The reductions of backward: the outputs that have a gradient."""
         if not self.detached:
             return self
         trained = tuple(o for o in self.rows if o not in self.detached)
-        ranks: tuple[Output, ...] = ("argmax",) * self.ranks  # logits are rounded as in forward
-        return dataclasses.replace(self, outputs=(*trained, *ranks), detached=())
+        indices: tuple[Output, ...] = ("argmax",) if self.rounds_logits else ()  # as in forward
+        return dataclasses.replace(self, outputs=(*trained, *indices), detached=())
 
     @functools.cached_property
-    def raw(self) -> tuple[Moment, ...]:
-        """The moments that one pass accumulates, as :func:`raw`."""
-        return raw((*self.outputs, *self.total))
+    def raw_moments(self) -> tuple[Moment, ...]:
+        """The :func:`raw_moments` of all outputs."""
+        return raw_moments((*self.outputs, *self.total))
 
     @property
-    def softmax(self) -> bool:
-        """Whether an output reads the softmax. If none does, there is no lse."""
-        return bool(self.raw)
+    def reads_softmax(self) -> bool:
+        """Tells if an output reads the softmax. Otherwise there is no lse."""
+        return bool(self.raw_moments)
 
     @property
-    def keeps_lse(self) -> bool:
-        """Whether a call returns the lse of each row, which backward reads."""
-        return self.softmax and not self.total
+    def returns_lse(self) -> bool:
+        """Tells if a call returns the lse of each row, which backward reads."""
+        return self.reads_softmax and not self.total
 
     @functools.cached_property
-    def picked(self) -> bool:
-        """Whether outputs read the picks."""
+    def reads_picks(self) -> bool:
+        """Tells if an output is of picks."""
         return not set(OF_PICKS).isdisjoint((*self.outputs, *self.total))
 
     @functools.cached_property
-    def read(self) -> tuple[int, ...]:
+    def given_positions(self) -> tuple[int, ...]:
         """The positions of the given values that moments and the transform read."""
-        return tuple(sorted({*self.weights, *expression.given_in(self.transform)}))
+        return tuple(sorted({*self.weight_positions, *expression.given_in(self.transform)}))
 
     @functools.cached_property
-    def weights(self) -> tuple[int, ...]:
+    def weight_positions(self) -> tuple[int, ...]:
         """The positions of the weights of moments."""
         moments = (o for o in (*self.outputs, *self.total) if isinstance(o, Moment))
         return tuple(sorted({m.weight for m in moments if m.weight is not None}))

@@ -1,7 +1,7 @@
 """The slope of a row's outputs as a sum of terms, whose factors are numbers, tensors or symbols.
 
-In: outputs of :mod:`fxpass.formula.reductions`, their incoming gradients and the moments that these
-read. Out: :class:`Terms`, of which both implementations compute the gradient of a logit::
+In: outputs of :mod:`fxpass.formula.reductions`, their incoming gradients, and the moments that
+their slopes read. Out: :class:`Terms`, from which both implementations compute a logit's gradient::
 
     >>> terms = Terms()
     >>> terms.add_output("pick", 1.0, {})
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxpass.formula.outputs import OF_SOFTMAX, TOTAL, Output
-from fxpass.formula.reductions import for_slope
+from fxpass.formula.reductions import slope_terms
 
 
 class Terms:
@@ -23,7 +23,7 @@ class Terms:
     the softmax and by weights.
 
     Attributes:
-        coefficients: the numbers of the polynomials, tensors ``[rows]`` or symbols: by power of the
+        coefficients: the polynomials' coefficients, tensors ``[rows]`` or symbols: by power of the
             softmax and position of the weights, then by power of the log-softmax.
     """
 
@@ -36,14 +36,14 @@ class Terms:
         polynomial[b] = polynomial[b] + factor if b in polynomial else factor
 
     def add_output(self, output: Output, grad: Any, sums: Mapping[Any, Any]) -> None:
-        """Adds the slope of an output, but for what the classes of a pick, or of the largest logit,
-        add; of a moment ``psi - softmax * sigma``. ``sums`` has those of :func:`for_slopes`."""
+        """Adds the slope of an output, without its value at the class of a pick or of the largest
+        logit; of a moment ``psi - softmax * sigma``. ``sums`` has the :func:`slope_moments`."""
         if isinstance(output, str):
             if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
         else:
             # a multiple of the softmax, of which psi and sigma have as much, cancels
-            psi = [(n, term) for n, term in for_slope(output) if term != TOTAL]
+            psi = [(n, term) for n, term in slope_terms(output) if term != TOTAL]
             for factor, term in psi:
                 self.add(term.a, term.b, term.weight, factor * grad)
             for factor, term in psi:

@@ -1,4 +1,4 @@
-"""A call in words for people; the text form of its formula is for programs.
+"""A call in words for people; the text form of its spec is for programs.
 
 In: a spec. Out: one line, in which z is a logit of the linear and p its softmax::
 
@@ -28,7 +28,7 @@ _ENTROPY = Moment(1, 1)
 
 
 def words(spec: Reductions, backward: bool = False) -> str:
-    """The logit that is reduced, the outputs, and the gradients; ``backward``: of a call in it."""
+    """The logit that is reduced, the outputs, and the gradients; ``backward``: of a call there."""
     of = "" if spec.transform == Z else f"of {_Words().text(spec.transform)}: "
     outputs = ", ".join(map(_output, dict.fromkeys((*spec.total, *spec.outputs))))
     *more, last = spec.gradients or ("",)
@@ -52,15 +52,15 @@ def _output(output: Output) -> str:
 class _Words(Printer):
     """Prints expressions with rounded numbers: 1/0.9 is no double, and a long fraction."""
 
-    def number(self, number: Any) -> tuple[str, int]:
+    def print_number(self, number: Any) -> tuple[str, int]:
         out = str(number) if number.is_Integer else repr(float(number))
         return out, SUM if out.startswith("-") else ATOM
 
-    def product(self, number: Any, rest: Any) -> str:
+    def print_product(self, number: Any, rest: Any) -> str:
         if number == exact(float(number)):
-            return super().product(number, rest)
+            return super().print_product(number, rest)
         if 1 / number == exact(float(1 / number)):
             sign = "-" * bool(number < 0)
-            divisor = self.number(abs(1 / number))[0]
+            divisor = self.print_number(abs(1 / number))[0]
             return f"{sign}{self.text(rest, PRODUCT)}/{divisor}"
-        return f"{self.number(number)[0]}*{self.text(rest, PRODUCT)}"
+        return f"{self.print_number(number)[0]}*{self.text(rest, PRODUCT)}"

@@ -35,7 +35,7 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
             stack.append(_entered(stack[-1], device, *node.args[:3]))
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             stack.pop()
-        # as tracers write a context
+        # the calls in place of a context, in a graph of make_fx
         elif node.target is torch.set_autocast_enabled and node.args[0] == device.type:
             stack[-1] = torch.get_autocast_dtype(device.type) if node.args[1] else None
         elif node.target is torch.set_autocast_dtype and node.args[0] == device.type:
@@ -46,14 +46,14 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
 def _entered(
     outside: torch.dtype | None, device: torch.device, kind: Any, dtype: Any, enabled: Any
 ) -> torch.dtype | None:
-    """The dtype of autocast on ``device`` in a context of ``kind``, another device or this one."""
+    """The dtype of autocast on ``device`` in a context for the device type ``kind``."""
     if kind != device.type:
         return outside
     return (dtype or torch.get_autocast_dtype(device.type)) if enabled else None
 
 
 def covers(operator: str, device: torch.device) -> bool:
-    """Whether autocast on ``device`` casts the operands of ``aten::<name>[.<overload>]``.
+    """True if autocast on ``device`` casts the operands of ``aten::<name>[.<overload>]``.
 
     The dispatcher has an autocast kernel for such an operation.
     """

@@ -24,6 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
+from fxpass import messages
 from fxpass.graph.functions import (
     CASTS,
     GET_DATA,
@@ -40,6 +41,7 @@ from fxpass.graph.nodes import (
     value,
 )
 from fxpass.graph.placements import is_dtensor, placement_name
+from fxpass.graph.source import call_name
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def first_operand(node: Node) -> Node:
     names = (n for n in node.kwargs if _NUMPY_NAMES.get(n, n) == "input")
     operand = node.args[0] if node.args else node.kwargs.get(next(names, ""))
     if not isinstance(operand, Node) or not is_tensor(operand):
-        raise NoMatch.at(node, "is not of a tensor of the graph")
+        raise NoMatch(node, messages.NO_TENSOR.format(name=node.name, call=call_name(node)))
     return operand
 
 
@@ -195,9 +197,9 @@ _PURE_METHODS = {
     *("type", "where", "cpu", "cuda", "new_tensor", "ndimension", "tolist"),
     *(f"__{name}__" for name in ("eq", "ne", "len", "getitem")),
 }
-# Modules whose Python functions write only what one of their parameters asks for.
+# Modules whose Python functions write only if one of their parameters asks for it.
 _MODULES = ("torch.nn.functional", "torch.functional", "torch")
-# Those of what torch.func.vmap and grad do to tensors: wrap them, and take them out again.
+# Modules of the functions by which torch.func.vmap and grad wrap and unwrap tensors.
 _TRANSFORMS = (
     *("torch._functorch.predispatch", "torch._functorch.eager_transforms"),
     "torch._C._functorch",
@@ -226,15 +228,16 @@ def written(node: Node) -> list[Node]:
     if node.op == "call_method":
         if target in _PURE_METHODS:
             return []
-        known = bool(_schemas(function_of_method(target)))
+        declared = bool(_schemas(function_of_method(target)))
     else:
         if target in _PURE_FUNCTIONS:
             return []
         if target in _OPERATORS_THAT_WRITE:
             return operands[:1]
-        known = not isinstance(target, types.FunctionType) or target.__module__ in _MODULES
-    forms = [(f, f.bind(node.args, node.kwargs)) for f in overloads(node.op, target) if known]
-    fitting = [(form, given) for form, given in forms if given is not None]
+        declared = not isinstance(target, types.FunctionType) or target.__module__ in _MODULES
+    forms = overloads(node.op, target) if declared else ()
+    bound = [(form, form.bind(node.args, node.kwargs)) for form in forms]
+    fitting = [(form, given) for form, given in bound if given is not None]
     if not fitting:
         return operands
     found: dict[Node, None] = {}
@@ -247,7 +250,7 @@ def written(node: Node) -> list[Node]:
 
 
 def _writes_outside(body: GraphModule) -> bool:
-    """Whether a nested graph may write to one of its inputs."""
+    """True if a nested graph may write to one of its inputs."""
     outside = {storage(n) for n in body.graph.find_nodes(op="placeholder") if is_tensor(n)}
     return any(
         storage(operand) in (None, *outside)
@@ -257,8 +260,8 @@ def _writes_outside(body: GraphModule) -> bool:
 
 
 def storage(node: Node) -> int | None:
-    """Identifies a node's memory, alike for aliases; None if unknown (in torch.func transforms). A
-    number has none: 0."""
+    """The identity of a node's memory, equal for aliases; None in a transform of torch.func, which
+    hides it; 0 for a number, which has no memory."""
     example: Any = node.meta["example_value"]
     if not is_tensor(node):
         return 0
@@ -271,16 +274,16 @@ def storage(node: Node) -> int | None:
 
 
 def has_history(node: Node) -> bool:
-    """Whether a node's gradient goes on to what the node was computed from."""
+    """True if autograd passes a node's gradient on to the operands of the node."""
     try:
         return value(node).grad_fn is not None
-    except RuntimeError:  # a view made under no_grad, of what was written to since
+    except RuntimeError:  # a view made under no_grad, of a tensor that was written to since
         return False
 
 
 def is_cut(node: Node) -> bool:
-    """Whether a node is a view that was made under ``no_grad``: it needs a gradient, as a leaf
-    does, and passes none on to the tensor that it is a view of."""
+    """True for a view that was made under ``no_grad``: it needs a gradient, as a leaf of autograd
+    does, and passes no gradient on to its base."""
     calls = node.op in ("call_function", "call_method")
     if not (calls and needs_gradient(node)) or has_history(node):
         return False

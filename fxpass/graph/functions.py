@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import Target
 
-# Python's operators that are functions of ATen. Python gives "operator" other meanings too: of the
-# other names, "index" makes an int.
+# Python's operators that are functions of ATen. Other names of the module "operator" have another
+# meaning: "index" makes an int.
 _OPERATORS = (
     *("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv"),
     *("ge", "gt", "le", "lt", "mod", "setitem"),
@@ -54,9 +54,9 @@ _OTHER_NAMES = {
 def function_of(node: Node) -> str:
     """The name of the ATen function that a node calls; empty if the node calls another function.
 
-    An attribute of a tensor (``z.mT``) is the function that computes it. Functions of Python that
-    torch does not have as operations, such as ``F.cross_entropy``, have ATen's name of what they
-    compute.
+    An attribute of a tensor (``z.mT``) is the function that computes it. A function of Python that
+    is no operation of torch, such as ``F.cross_entropy``, has the name of the ATen function that
+    computes the same.
     """
     if node.op == "call_method":
         return function_of_method(str(node.target))
@@ -68,7 +68,7 @@ def function_of(node: Node) -> str:
 
 
 def is_in_place(function: str) -> bool:
-    """Whether a name is that of an in-place spelling."""
+    """True for the name of an in-place spelling."""
     return function.endswith("_")
 
 
@@ -142,12 +142,12 @@ _METADATA = {
 # Read only the sizes, the dtype or the device of their second operand.
 _LIKE = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 
-# Compute nothing, so that without users they read nothing. Tracers leave them in a graph.
+# Compute nothing: without users, they read nothing. Tracers leave them in a graph.
 _ALIASES = {"detach", "alias"}
 
 
 def reads_values(user: Node, node: Node) -> bool:
-    """Whether ``user`` reads the values of ``node``, not only its sizes or its dtype."""
+    """True if ``user`` reads the values of ``node``, not only its sizes or its dtype."""
     function = function_of(user)
     if function in _METADATA or (function in _ALIASES and not user.users):
         return False

@@ -22,8 +22,12 @@ from fxpass.graph.region import Region
 
 
 class Mode(NamedTuple):
-    """Whether gradients are enabled and whether inference mode is, and the number of transforms
-    (vmap, grad) around the node."""
+    """The modes at a node.
+
+    Attributes:
+        grad, inference: whether gradients, and inference mode, are enabled.
+        transforms: the number of transforms (vmap, grad) around the node.
+    """
 
     grad: bool
     inference: bool
@@ -60,8 +64,8 @@ def modes_of(region: Region) -> dict[Node, Mode]:
 
 
 def cuts_gradients(node: Node, modes: Mapping[Node, Mode]) -> bool:
-    """Whether gradients are off at a node whose inputs need some."""
+    """True if gradients are off at a node whose inputs need gradients."""
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
     result = node if is_tensor(node) else first_operand(node)  # an assignment returns nothing
-    # a view made under no_grad, or a write there, has requires_grad, but passes no gradient on
+    # the result of a view or a write under no_grad has requires_grad, but passes no gradient on
     return needs and not (value(result).requires_grad and modes[node].grad)

@@ -1,7 +1,7 @@
 """The names of Dynamo's nodes in AOTAutograd's graphs.
 
-In: a Dynamo graph. Out: the same graph, whose nodes hand their names on to what AOTAutograd makes
-of them::
+In: a Dynamo graph. Out: the same graph, whose nodes pass their names on to the nodes that
+AOTAutograd makes of them::
 
     %z = linear(%x, %w)    ->    %view, %mm, %view_1 have the name z
 """
@@ -29,5 +29,5 @@ def name_nodes(gm: GraphModule) -> dict[str, Node]:
 
 
 def name_of(node: Node) -> str | None:
-    """The name of the node of Dynamo's graph that a node was made of."""
+    """The name of the node in Dynamo's graph from which AOTAutograd made a node."""
     return (node.meta.get("custom") or {}).get(_KEY)

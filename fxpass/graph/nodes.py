@@ -1,4 +1,4 @@
-"""Shared by the readers of nodes: example values, and the exception of what cannot be fused."""
+"""Shared by the readers of nodes: example values, and the exception for a loss that stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fxpass.graph.source import call_name
+from fxpass import messages
 
 Target = Any  # a function, or a method's name
 
@@ -16,30 +16,25 @@ REQUIRED: Any = object()  # in a signature: a parameter without a default
 
 
 class NoMatch(Exception):  # noqa: N818
-    """Why one loss is not fused; becomes a :class:`fxpass.rewrite.rejections.Rejection`."""
+    """The reason why a loss is not fused, for a :class:`fxpass.rewrite.rejections.Rejection`."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
         self.node = node
         self.reason = reason
 
-    @classmethod
-    def at(cls, node: Node, what: str) -> NoMatch:
-        """One whose reason begins with the node and its call: ``%y (round) rounds the logits``."""
-        return cls(node, f"%{node.name} ({call_name(node)}) {what}")
-
 
 def value(node: Node) -> Tensor:
     """The example tensor of a node: its shape, dtype, device and whether it needs a gradient."""
     example = node.meta.get("example_value")
     if not isinstance(example, Tensor):
-        raise NoMatch(node, f"%{node.name} is not a tensor whose shape and dtype are known")
+        raise NoMatch(node, messages.NO_EXAMPLE.format(name=node.name))
     return example
 
 
 def hint(size: Any) -> int:
-    """A size as a number; for a symbolic size, its value when the graph was traced; for the jagged
-    one of a nested tensor, which has none, a large number."""
+    """A size as a number: for a symbolic size, its value when the graph was traced; for the jagged
+    size of a nested tensor, which has no value, a large number."""
     if isinstance(size, int):
         return size
     return _JAGGED if size.node.is_nested_int() else int(size.node.hint or 0)
@@ -49,17 +44,17 @@ _JAGGED = 1 << 20
 
 
 def is_tensor(argument: Any) -> bool:
-    """Whether an argument of a call is a node whose value is a tensor."""
+    """True if an argument of a call is a node whose value is a tensor."""
     return isinstance(argument, Node) and isinstance(argument.meta.get("example_value"), Tensor)
 
 
 def is_number(node: Node) -> bool:
-    """Whether a node's value is a float that varies from call to call."""
+    """True if a node's value is a float that varies from call to call."""
     return isinstance(node.meta.get("example_value"), torch.SymFloat)
 
 
 def needs_gradient(node: Any) -> bool:
-    """Whether an argument of a call is a tensor that needs a gradient."""
+    """True if an argument of a call is a tensor that needs a gradient."""
     return is_tensor(node) and value(node).requires_grad
 
 

@@ -1,4 +1,4 @@
-"""Placements: nodes that change how a DTensor is distributed over ranks, and not its value.
+"""Placements: nodes that change the distribution of a DTensor over ranks, and not its value.
 
 In: a node. Out: the name of its operation, or an empty string. ``from_local`` makes a DTensor of
 each rank's local tensor, ``redistribute`` changes its placements, and ``to_local`` returns the
@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-import torch.distributed
 from torch.fx import Node
 
 from fxpass.graph.nodes import Target
+from fxpass.releases.torch_2_13 import one_rank_settings
 
 FROM_LOCAL = ("from_local", "prim from_local")
 TO_LOCAL = ("to_local", "full_tensor", "prim_to_local")
@@ -36,12 +35,12 @@ def dtensors() -> Any:
 
 
 def is_dtensor(example: object) -> bool:
-    """Whether a value is a DTensor."""
+    """True for a DTensor."""
     return dtensors() is not None and isinstance(example, dtensors().DTensor)
 
 
 def is_gathered(node: Node) -> bool:
-    """Whether a node's output has the DTensor's global shape on every rank: ``redistribute``,
+    """True if a node's output has the DTensor's global shape on every rank: ``redistribute``,
     ``full_tensor``, or ``to_local`` of a replicated DTensor."""
     name = placement_name(node.target).removeprefix("prim_")
     if name != "to_local":
@@ -57,13 +56,5 @@ def placements_of(example: Any) -> tuple[Any, ...]:
 
 
 def compiled_for_all_ranks() -> bool:
-    """Whether all ranks run one compiled graph, which must not contain a rank's numbers."""
+    """True if all ranks run one compiled graph, which must not contain a rank's numbers."""
     return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
-
-
-def one_rank_settings() -> Any:
-    """The module of the setting ``compile_on_one_rank``; None if torch has no such module."""
-    # from torch 2.14 on, which warns about the old module
-    if hasattr(torch.compiler.config, "compile_on_one_rank"):
-        return torch.compiler.config
-    return getattr(torch.distributed, "config", None)

@@ -6,10 +6,8 @@ forward and backward of an ``autograd.Function``, the branches of ``torch.cond``
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -27,10 +25,11 @@ class Region:
 
     Attributes:
         module: the graph.
-        outer, call: the region around it and the node there that calls it; None for the outermost.
-        plain: whether losses in it can be fused: it is the outermost graph, or in a plain region a
-            checkpoint, which backward only recomputes.
-        backward: whether it runs in the backward pass.
+        outer, call: the region around the graph, and the node there that calls the graph; None for
+            the outermost graph.
+        plain: whether losses in the graph can be fused: it is the outermost graph, or a checkpoint
+            in a plain region, which backward only recomputes.
+        backward: whether the graph runs in the backward pass.
     """
 
     module: GraphModule
@@ -56,40 +55,3 @@ def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
             backward = node.target in AUTOGRAD_FUNCTIONS and position == 1
             nested = Region(body, region, node, plain, region.backward or backward)
             yield from _regions(nested, seen)
-
-
-def return_once(region: Region) -> None:
-    """Makes the forward of every ``autograd.Function`` return each tensor once, also in torch 2.11.
-
-    Dynamo returns all intermediates beside the function's outputs, and nothing reads the gradients
-    of intermediates. If an intermediate is also an output (``return y.mul_(2)``, or a cast without
-    effect), autograd gives the gradient to the later of the two, and with any backend all gradients
-    of the function are silently zero (pytorch issue 180642). Later releases omit such
-    intermediates. This function replaces them by None.
-    """
-    for node in region.module.graph.nodes:
-        if node.target not in AUTOGRAD_FUNCTIONS:
-            continue
-        forward, backward = map(nested_graph, node.args[:2])
-        if forward is None or backward is None:
-            continue
-        returns = forward.graph.output_node()
-        given: Any = returns.args[0]  # (outputs, tensors saved for backward)
-        if not isinstance(given, tuple | list) or not isinstance(given[0], tuple | list):
-            continue
-        outputs = list(given[0])
-        # in a checkpoint, every output has a getitem node, read or not
-        read = {u.args[1] for u in node.users if u.target is operator.getitem and u.users}
-        gradients = backward.graph.find_nodes(op="placeholder")
-        read |= {i for i, gradient in enumerate(gradients) if gradient.users}
-        returned = {id(_example(output)) for i, output in enumerate(outputs) if i in read}
-        for i, output in enumerate(outputs):
-            if i not in read and id(_example(output)) in returned:
-                outputs[i] = None
-        if outputs != list(given[0]):
-            returns.args = ((tuple(outputs), *given[1:]),)
-            forward.recompile()
-
-
-def _example(output: object) -> object:
-    return output.meta.get("example_value", output) if isinstance(output, Node) else output

@@ -10,10 +10,9 @@ kernel::
     >>> row.options
     {'BLOCK_V': 16384, 'LANES': 512, 'VECTOR': 8, 'num_warps': 16}
 
-:func:`for_reductions` is pure. The launcher :mod:`fxpass.kernels.reductions` launches what it
-returns, and ``explain`` lists it. It does not depend on the number of rows: with rows left out, or
-in another batch, the same kernels run. The module does not import triton, so a call can be listed
-on any platform.
+:func:`for_reductions` is pure: :mod:`fxpass.kernels.reductions` launches its result; ``explain``
+lists it. The result does not depend on the number of rows: with rows left out, or in another batch,
+the same kernels run. The module does not import triton, so every platform can list a call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from fxpass.formula.reductions import Reductions
 from fxpass.kernels import render
 from fxpass.kernels.render import Features, Kernel
 from fxpass.plan.devices import implementation_for, properties_of, target_of
-from fxpass.plan.plan import padded
+from fxpass.plan.parts import padded
 
 
 class Gpu(NamedTuple):
@@ -55,8 +54,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def gpu_for_listing(device: torch.device) -> Gpu:
-    """The GPU that a listing is made for: the device, else the current GPU, or :data:`ASSUMED` if
-    it does not run the kernels."""
+    """The GPU of a listing: the device, else the current GPU; :data:`ASSUMED` if that does not run
+    the kernels."""
     if not torch.cuda.is_available():
         return ASSUMED
     if device.type != "cuda" or device.index is None:
@@ -86,8 +85,8 @@ class Launch(NamedTuple):
 
 
 def adds_bias(operands: Operands) -> bool:
-    """Whether the kernel adds the bias, because the GEMM would round it to the narrower dtype of
-    the logits."""
+    """Tells if the kernel adds the bias, because the GEMM would round it to the logits' narrower
+    dtype."""
     bias = operands.bias
     return bias is not None and bias.dtype != operands.x.dtype
 
@@ -95,15 +94,15 @@ def adds_bias(operands: Operands) -> bool:
 def for_reductions(
     spec: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
-    """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
-    backward. None for f64, which ATen computes."""
+    """The kernel of one run of class reductions: of forward, with the gradient of a total, or of
+    backward. No kernel for f64, which ATen computes."""
     if operands.x.dtype == torch.float64:
         return ()
     picks = operands.picks
     features = Features(
         biased=adds_bias(operands),
         scaled=operands.scale is not None,
-        several=picks is not None and operands.many != 1,
+        several=picks is not None and operands.pick_count != 1,
         given=tuple(w.dim() == 2 for w in operands.given),
         ragged=padded(v := len(operands.weight)) != v,
     )
@@ -119,13 +118,13 @@ def _launch(
     dtype: torch.dtype,
     gpu: Gpu,
 ) -> Launch:
-    # Passes compare transformed logits: each of them has to compute the same, to the last bit. A
-    # compiler may fuse a product and a sum, with one rounding, in one of two places.
+    # A kernel compares transformed logits of several passes, which have to have the same bits. But
+    # a compiler may fuse a product and a sum, with one rounding, in one pass only.
     products = features.scaled or spec.transform != expression.Z
-    exact = (("enable_fp_fusion", False),) * (spec.ranks and products)
-    vector = 16 // dtype.itemsize  # what a thread loads at once
+    exact = (("enable_fp_fusion", False),) * (spec.rounds_logits and products)
+    vector = 16 // dtype.itemsize  # elements that a thread loads at once
     block, warps = block_of(v, dtype, spec, sliced=not forward)
-    kernel = render.reductions(spec, forward, **features._replace(whole_row=block >= v)._asdict())
+    kernel = render.reductions_kernel(spec, forward, features._replace(whole_row=block >= v))
     lanes = min(warps * (64 if gpu.target.startswith("gfx") else 32), block // vector)
     sizes = {"BLOCK_V": block, "LANES": lanes, "VECTOR": vector}
     read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
@@ -142,9 +141,9 @@ def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ..
 
 # ---------------------------------------------------------------- sizes of blocks
 
-# Bytes of a block of a row and warps; of a long row that few values are computed of, a thread has
-# 32 logits. On an H200 a training step's kernel takes 0.64 ms for 4096 x 128256 logits in bf16 with
-# these, and 0.71 to 0.76 with others.
+# Bytes of a block of a row, and warps. A thread has 32 logits of a long row if few values are
+# computed from it. On an H200 a training step's kernel takes 0.64 ms for 4096 x 128256 logits in
+# bf16 with these, and 0.71 to 0.76 with others.
 _BLOCK = (1 << 14, 16)
 _LONG = (1 << 15, 16)
 _LONG_ROW = 1 << 14  # elements, above
@@ -153,13 +152,13 @@ _LONG_ROW = 1 << 14  # elements, above
 def block_of(v: int, dtype: torch.dtype, spec: Reductions, sliced: bool = False) -> tuple[int, int]:
     """The classes of a block, and the warps; no kernel spills registers.
 
-    A thread has more than 16 logits only where each has few other values: no weights and no
-    transform. ``sliced``: a launch may have some of the classes.
+    A thread has more than 16 logits only if no other values are loaded or computed for each logit:
+    no weights and no transform. ``sliced``: a launch may have only some of the classes.
 
     >>> block_of(128256, torch.bfloat16, Reductions(("pick",)))
     (16384, 16)
     """
-    light = not spec.weights and spec.transform == expression.Z
+    light = not spec.weight_positions and spec.transform == expression.Z
     whole = 1 << (v - 1).bit_length()
     size, warps = _LONG if light and not sliced and whole > _LONG_ROW else _BLOCK
     block = min(whole, size // dtype.itemsize)

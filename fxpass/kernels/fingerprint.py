@@ -1,6 +1,6 @@
 """The sums of a fingerprint on a GPU, in one kernel.
 
-In: integers with up to three dimensions and any strides, and factors. Out: what
+In: integers with up to three dimensions and any strides, and factors. Out: the sums that
 :mod:`fxpass.op.fingerprint` computes in ATen, bit for bit::
 
     sums(bits, factors)  # [2, 5000] int16 and factors [2, 1024]: five sums of each row
@@ -47,8 +47,8 @@ def weighted_sums(
 
 
 def sums(bits: Tensor, factors: Tensor) -> Tensor:
-    """The weighted sum of every ``block`` integers of the last dimension, and of the fewer that
-    remain, int64, flat.
+    """The weighted sum of each ``block`` integers of the last dimension, the last of fewer; int64
+    ``[sums]``.
 
     Args:
         bits: integers of 8 (unsigned) to 64 bits, ``[columns]``, ``[rows, columns]`` or ``[outer,
@@ -59,9 +59,23 @@ def sums(bits: Tensor, factors: Tensor) -> Tensor:
     outer, rows, columns = bits.shape
     block = factors.shape[1]
     pieces = -(-columns // block)
-    many = ELEMENTS // block
+    sums_of_program = ELEMENTS // block
     out = factors.new_empty(outer * rows * pieces)
-    sizes = len(out), pieces, rows, columns, *bits.stride()
-    launch: Any = weighted_sums[(-(-len(out) // many),)]
-    launch(bits, factors, out, *sizes, BLOCK=block, SUMS=many, num_warps=WARPS)
+    outer_stride, row_stride, stride = bits.stride()
+    launch: Any = weighted_sums[(-(-len(out) // sums_of_program),)]
+    launch(
+        bits,
+        factors,
+        out,
+        count=len(out),
+        pieces=pieces,
+        rows=rows,
+        columns=columns,
+        outer_stride=outer_stride,
+        row_stride=row_stride,
+        stride=stride,
+        BLOCK=block,
+        SUMS=sums_of_program,
+        num_warps=WARPS,
+    )
     return out

@@ -1,7 +1,7 @@
 """The functions of :mod:`fxpass.formula.functions` that ``tl`` does not have, in Triton, in f32;
-and what the template of the kernels calls.
+and those that the template of the kernels calls.
 
-Every generated module has those of them that its kernel calls. They call each other and functions
+A generated module has the functions that its kernel calls. They call each other and functions
 of ``tl``, but not libdevice, which does not run in Triton's interpreter. Errors are given in units
 in the last place of f32, and assume that ``tl.exp`` and ``tl.log`` are within 3, as numpy's are. On
 NVIDIA GPUs the error of ``tl.exp(x)`` is up to ``3 + |x|`` larger, as in any softmax.

@@ -2,8 +2,8 @@
 
 In: the operands of a call, as :mod:`fxpass.aten.reductions` gets them. Out: the same outputs and
 gradients. A GEMM writes the logits of a chunk of rows, or in backward of a slice of the classes, in
-the dtype of x; the kernel of :func:`fxpass.kernels.render.reductions` reads them, and overwrites
-them with their gradient, from which GEMMs compute those of the operands::
+the dtype of x; the kernel of :func:`fxpass.kernels.render.reductions_kernel` reads them and
+overwrites them with their gradient, from which GEMMs compute the gradients of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
@@ -15,8 +15,8 @@ them with their gradient, from which GEMMs compute those of the operands::
     >>> backward(operands, spec, plan, out, torch.ones(1, 4))["x"].shape
     torch.Size([4, 8])
 
-Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
-after a first run has compiled the kernel.
+Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture a
+call after a first call has compiled the kernel.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fxpass.formula.operands import Operands, Outputs, empty
+from fxpass.formula.operands import Operands, Outputs, empty_outputs
 from fxpass.formula.reductions import Reductions
 from fxpass.kernels import call, render
 from fxpass.kernels.chunked import (
     Gradients,
-    LogitsSlice,
-    chunks,
-    dtypes_of,
-    load,
+    LogitsPart,
+    class_parts,
+    gradient_dtypes,
+    jit_function,
     logits_of,
-    slices,
+    row_parts,
 )
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
-from fxpass.plan.plan import Plan, padded
+from fxpass.plan.parts import padded
+from fxpass.plan.plan import Plan
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
-    """The outputs of every row, and the gradients of the total, if there is one. One launch has
-    both, so each logit is computed once. The dtypes are those of :func:`dtypes_of`."""
-    out = empty(operands, spec)
+    """The outputs of every row, and the gradients of the total, if there is one. One launch
+    computes both, so each logit is computed once. See :func:`gradient_dtypes`."""
+    out = empty_outputs(operands, spec)
     with on_device(operands.x.device):
         coef = operands.coef
         unscale = None
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
-        grads = _Launch(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
+        grads = _Run(operands, spec, out, coef, plan).over_parts(row_parts(operands, plan.rows))
         _multiply(unscale, *grads.values())
         return out, grads
 
@@ -62,18 +63,19 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradients that ``spec`` names, for the incoming gradients ``[R, N]`` of ``out.rows``.
 
-    Of ``out`` it reads lse, rest and saved. With the strategy ``tiled`` it computes
-    ``plan.classes`` classes of all rows at a time, otherwise ``plan.rows`` rows. The dtypes are
-    those of :func:`dtypes_of`.
+    Reads lse, rest and saved of ``out``. Computes ``plan.classes`` classes of all rows at a time if
+    the strategy is ``tiled``, otherwise ``plan.rows`` rows. See :func:`gradient_dtypes`.
     """
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
-        run = _Launch(operands, spec, out, incoming, plan, forward=False)
+        run = _Run(operands, spec, out, incoming, plan, forward=False)
         if plan.strategy == "tiled":
-            grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
+            grads = run.over_parts(
+                class_parts(operands, plan.classes), sliced=True, unscale=unscale
+            )
             _multiply(unscale, *(t for name, t in grads.items() if name == "x"))
         else:
-            grads = run.over(chunks(operands, plan.rows))
+            grads = run.over_parts(row_parts(operands, plan.rows))
             _multiply(unscale, *grads.values())
         return grads
 
@@ -84,9 +86,9 @@ def _multiply(factor: Tensor | None, *tensors: Tensor) -> None:
             tensor.mul_(factor)
 
 
-class _Launch:
-    """One run of the kernel over all logits: ``out`` is written in forward, read in backward;
-    ``incoming`` ``[R, N]`` f32 are the gradients of the outputs, or the weights of the total's."""
+class _Run:
+    """One run of the kernel over all logits: forward writes ``out``, backward reads it;
+    ``incoming`` ``[R, N]`` f32 are the gradients of the outputs, or the weights of a total."""
 
     def __init__(
         self,
@@ -100,16 +102,16 @@ class _Launch:
         x = operands.x
         picks = operands.picks
         scale = operands.scale
-        k = operands.many
+        k = operands.pick_count
         self.operands = operands
         self.spec = spec
         self.plan = plan
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
         if picks is not None:
-            picks = operands.classes().contiguous()
+            picks = operands.picked_classes().contiguous()
         bias = operands.bias if call.adds_bias(operands) else None
-        # what the kernels may read and write, by the dimensions of which a part has some
+        # the tensors that a kernel may read or write, by the dimension that is divided into parts
         of_rows = {"lse": out.lse, "rest": out.rest, "picks": picks}
         of_rows |= {"scale": None if scale is None else scale.contiguous()}
         of_outputs = {"outputs": out.rows, "indices": out.indices, "saved": out.saved}
@@ -117,28 +119,28 @@ class _Launch:
         of_classes = {"bias": None if bias is None else bias.contiguous()}
         for i, w in enumerate(operands.given):
             of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
-        named = set(load(self.row.kernel).arg_names)
+        named = set(jit_function(self.row.kernel).arg_names)
         self.of_rows, self.of_outputs, self.of_classes = (
-            {name: t for name, t in some.items() if t is not None and name in named}
-            for some in (of_rows, of_outputs, of_classes)
+            {name: t for name, t in tensors.items() if t is not None and name in named}
+            for tensors in (of_rows, of_outputs, of_classes)
         )
         self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
         self.sizes |= _strides(self.of_rows | self.of_outputs)
 
-    def over(
-        self, parts: list[LogitsSlice], sliced: bool = False, unscale: Tensor | None = None
+    def over_parts(
+        self, parts: list[LogitsPart], sliced: bool = False, unscale: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The gradients, a part of the logits at a time; of slices of the classes, those of the
-        weight and the bias are multiplied by ``unscale``."""
+        """Computes the parts of the logits in order, and returns the gradients. If the parts are
+        slices of the classes, ``unscale`` multiplies those of the weight and the bias."""
         operands = self.operands
-        x = self.operands.x
+        x = operands.x
         dtypes = {}
         if self.gradients:
-            dtypes = dtypes_of(operands, self.spec, self.plan, parts, sliced)
+            dtypes = gradient_dtypes(operands, self.spec, self.plan, parts, sliced)
         sums = Gradients(operands, dtypes, render.gradient_factor(self.spec), unscale)
         if not parts:
             return sums.found
-        n, v = (max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True))
+        n, v = parts[0].shape  # no part is larger than the first
         buffer = x.new_empty((n, padded(v)))
         for part in parts:
             logits = logits_of(operands, part, buffer)
@@ -147,25 +149,24 @@ class _Launch:
                 sums.add(part, logits)
         return sums.found
 
-    def _launch(self, part: LogitsSlice, logits: Tensor) -> None:
+    def _launch(self, part: LogitsPart, logits: Tensor) -> None:
         """Runs the kernel on a part of the logits, which may be overwritten with their gradient."""
-        kernel = load(self.row.kernel)
+        kernel = jit_function(self.row.kernel)
         rows, classes = part
         n, v = part.shape
         given = {"logits": logits}
         for name, t in self.of_classes.items():
-            some = t[classes] if t.dim() == 1 else t[rows, classes]
-            given[name] = some if some.stride(-1) in (0, 1) else some.contiguous()
+            t = t[classes] if t.dim() == 1 else t[rows, classes]
+            given[name] = t if t.stride(-1) in (0, 1) else t.contiguous()
         sizes = {**self.sizes, "V": v, "slice_start": classes.start, "stride": logits.stride(0)}
         sizes |= _strides(given)
         given |= {name: t[rows] for name, t in self.of_rows.items()}
         given |= {name: t[:, rows] for name, t in self.of_outputs.items()}
-        arguments = {**given, **sizes}
-        known = {name: arguments[name] for name in kernel.arg_names if name in arguments}
-        kernel[(n,)](**known, **self.row.options)
+        arguments = {k: t for k, t in (given | sizes).items() if k in kernel.arg_names}
+        kernel[(n,)](**arguments, **self.row.options)
 
 
 def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The strides that a kernel may read, by name; a part has those of the whole."""
+    """The strides that a kernel may read, by name; a part has the strides of the whole."""
     found = {f"{name}_stride": t.stride(0) for name, t in tensors.items()}
     return found | {f"{name}_step": t.stride(-1) for name, t in tensors.items()}

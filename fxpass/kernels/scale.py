@@ -1,7 +1,7 @@
 """Multiplies a gradient in place by a number on the GPU, which is nearly always 1.
 
 In: a contiguous gradient and a factor. The kernel reads the factor, and ends at once if it is 1:
-the host does not wait, and nothing reads the gradient. Where the gradient is 0, it stays 0::
+the host does not wait, and nothing reads the gradient. An element that is 0 stays 0::
 
     >>> import torch
     >>> gradient = torch.ones(2, 3)  # on a GPU
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a block, and blocks of a program: so few programs start and end where the factor is 1.
+# Elements of a block, and blocks of a program: few programs start in vain if the factor is 1.
 # (The interpreter of Triton 3.6 cannot loop to a number that the program computes.)
 BLOCK = 4096
 BLOCKS = 16

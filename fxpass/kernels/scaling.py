@@ -1,7 +1,7 @@
 """Scales incoming gradients of fp16 reductions, so that those of the logits fit into fp16.
 
-In: the operands of a call and the incoming gradients of its outputs. Out: these divided by a power
-of two, by which the gradients of the operands are multiplied afterwards::
+In: the operands of a call and the incoming gradients of its outputs. Out: the incoming gradients
+divided by a power of two, by which the gradients of the operands are multiplied afterwards::
 
     >>> x, weight = torch.ones(2, 8).half(), torch.ones(10, 8).half()
     >>> operands = Operands(x, weight, None, None, torch.arange(2), ())
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fxpass.formula.expression import Z, evaluate, given_in
 from fxpass.formula.operands import Operands
-from fxpass.formula.outputs import Output, lines_of
-from fxpass.kernels.expression import largest, unit_slope
+from fxpass.formula.outputs import Output, line_count
+from fxpass.kernels.expression import unit_slope, upper_bound
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
@@ -38,8 +38,8 @@ def scale_incoming(
     """Incoming gradients ``[R, N]`` of some outputs, K rows for picks of K classes, divided by a
     power of two for fp16: ``[R, N]`` f32, contiguous; and this power, 0-dim f32, None for 1.
 
-    ``transform``: that of the logits. With the results the gradients of the logits are a few units
-    at most, if their slopes have bounds; ``render.GAIN`` leaves room for 64.
+    ``transform``: the transform of the logits. The results make the gradients of the logits a few
+    units at most, if the slopes have bounds; ``render.GAIN`` leaves room for 64.
     """
     incoming = incoming.float().contiguous()
     if operands.x.dtype != torch.float16:
@@ -47,20 +47,20 @@ def scale_incoming(
     bound = incoming.new_zeros(incoming.shape[1])
     row = 0
     for output in outputs:
-        count = lines_of(output, operands.many)
+        count = line_count(output, operands.pick_count)
         bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
         row += count
-    bound *= _largest(operands, unit_slope(transform)[1])
+    bound *= _upper_bound(operands, unit_slope(transform)[1])
     if operands.scale is not None:
         bound *= operands.scale.abs()
-    # a row whose gradient is infinite or nan is that anyway
+    # a row whose incoming gradient is infinite or nan stays so, whatever the power
     bound = bound.where(bound.isfinite(), 0)
-    # weights of 0 have no slope, and what is divided must stay finite
+    # weights of 0 have no slope, but their incoming gradients have to stay finite when divided
     sizes = incoming.abs().sum(0)
     bound = torch.maximum(bound, sizes.where(sizes.isfinite(), 0) * _LEAST_SLOPE)
     # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
-    most = F.pad(bound, (0, 1), value=2.0**-126).amax()
-    power = (most.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
+    largest = F.pad(bound, (0, 1), value=2.0**-126).amax()
+    power = (largest.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
     return incoming / power, power
 
 
@@ -72,13 +72,13 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     w = None if output.weight is None else operands.given[output.weight].float().abs()
     if output.a:
         return size if w is None else size * w.amax(-1)
-    # of the softmax, there is as much as the weights add up to
+    # the softmax is multiplied by the sum of the weights
     return size * (operands.weight.shape[0] if w is None else w.sum(-1))
 
 
-def _largest(operands: Operands, slope: Any) -> Tensor:
-    """An upper bound ``[N]`` of a slope's absolute value; what has none counts as 1."""
-    bound = largest(slope)
+def _upper_bound(operands: Operands, slope: Any) -> Tensor:
+    """An upper bound ``[N]`` of a slope's absolute value; factors without a bound count as 1."""
+    bound = upper_bound(slope)
     ones = operands.x.new_ones(operands.x.shape[0], dtype=torch.float32)
     given = {f"given{i}": operands.given[i].float().abs().amax(-1) for i in given_in(bound)}
     return evaluate(bound, ones, given)

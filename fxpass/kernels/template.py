@@ -1,11 +1,11 @@
 """Fills the template of the kernels.
 
-In: what ``templates/reductions.py.jinja`` reads. Out: the text of a Python module. Two conventions
-let the template read like the kernels:
+In: the values for the holes of ``templates/reductions.py.jinja``. Out: the text of a Python module.
+Two conventions let the template read like the kernels:
 
 - a hole that is alone on its line stands for any number of lines, at its depth;
-- what nothing reads leaves no text: assignments (which only load and compute), loops of nothing
-  else, the comment above them, parameters, and functions::
+- unread assignments (which only load and compute), loops of nothing else, parameters and functions
+  leave no text, and neither does the comment above them::
 
     >>> kernel = "@triton.jit\\ndef f(\\n    x,\\n    y,\\n):\\n    a = x\\n    print(y)\\n"
     >>> print(without_unread(kernel), end="")
@@ -30,18 +30,19 @@ from jinja2.ext import Extension
 
 
 def rendered(**values: Any) -> str:
-    """The module, without what nothing reads."""
+    """The filled template, :func:`without_unread`."""
     return without_unread(_template().render(values))
 
 
 def without_unread(module: str) -> str:
-    """The module, whose last function is the kernel, without what the kernel does not read."""
+    """The module without the functions, parameters and statements whose values its last function,
+    the kernel, does not read."""
     *_, kernel = functions = [f for f in ast.parse(module).body if isinstance(f, ast.FunctionDef)]
     unread: list[ast.stmt | ast.arg] = []
     read = _read_before(kernel.body, set(), unread)
     parameters = {p.arg for p in kernel.args.args if p.arg in read}
     unread += [p for p in kernel.args.args if p.arg not in read]
-    gone = {i for one in unread for i in range(one.lineno - 1, one.end_lineno or one.lineno)}
+    gone = {i for node in unread for i in range(node.lineno - 1, node.end_lineno or node.lineno)}
     calls = {function.name: _names(function, ast.Load) for function in functions}
     while more := set[str]().union(*(calls[name] for name in read & calls.keys())) - read:
         read |= more
@@ -69,18 +70,18 @@ def without_unread(module: str) -> str:
 def _read_before(
     body: list[ast.stmt], after: set[str], unread: list[ast.stmt | ast.arg]
 ) -> set[str]:
-    """The names whose values before some statements are read, where ``after`` are read after them.
-    Adds to ``unread`` the statements whose results are not."""
+    """The names whose values before some statements are read; ``after``: the names that are read
+    after the statements. Adds the statements whose results are unread to ``unread``."""
     read = set(after)
     for statement in reversed(body):
         if isinstance(statement, ast.For | ast.If):
             counter = ast.Tuple([]) if isinstance(statement, ast.If) else statement.target
             own = _names(counter, ast.Store)
             assert read.isdisjoint(own), "a loop's counter is read after it"
-            # the next turn of a loop may read what this one writes
+            # an iteration of a loop may read the values that the iteration before wrote
             while (more := read | _read_before(statement.body, read, inside := [])) != read:
                 read = more
-            if all(one in inside for one in statement.body):
+            if all(child in inside for child in statement.body):
                 unread.append(statement)
                 continue
             unread += inside
@@ -89,7 +90,7 @@ def _read_before(
         elif (written := _names(statement, ast.Store)) and read.isdisjoint(written):
             unread.append(statement)
         else:
-            if isinstance(statement, ast.Assign):  # and not +=, which reads
+            if isinstance(statement, ast.Assign):  # += reads the name, too
                 read -= written
             read |= _names(statement, ast.Load)
     return read
@@ -97,8 +98,8 @@ def _read_before(
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """The names that are loaded or stored."""
-    found = (one for one in ast.walk(node) if isinstance(one, ast.Name))
-    return {one.id for one in found if isinstance(one.ctx, context)}
+    names = (child for child in ast.walk(node) if isinstance(child, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, context)}
 
 
 class _WholeLines(Extension):

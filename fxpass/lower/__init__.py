@@ -1,5 +1,5 @@
 """From the ATen graph of a function of rows to a formula of reductions, or no.
 
-What has a formula has generated kernels and tiles. A no is harmless: the function runs as it is.
+A function with a formula has generated kernels and tiles. A no is harmless: Inductor compiles it.
 Imports ``formula``, ``graph`` and ``region``.
 """

@@ -3,12 +3,13 @@
 In: a name (``tanh``, ``mul``, ``clamp``; see :mod:`fxpass.graph.functions`) and a call's arguments.
 Out: an expression::
 
-    >>> signature = POINTWISE["clamp"].signature  # input, min, max, inplace, out
-    >>> POINTWISE["clamp"].value(sympy.Symbol("z"), exact(-5), exact(5), False, None)
+    >>> list(POINTWISE["clamp"].signature)
+    ['input', 'min', 'max']
+    >>> POINTWISE["clamp"].value(sympy.Symbol("z"), exact(-5), exact(5))
     minimum(maximum(z, -5), 5)
 
-At a corner, an expression makes the comparison of PyTorch's backward. The table has what programs
-apply to logits before a loss: scales, soft-caps, clamps, masks. Other functions run in a region.
+At a corner, an expression makes the comparison of PyTorch's backward. The table has functions that
+programs apply to logits before a loss: scales, soft-caps, clamps, masks. Others run in a region.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class Spelling:
     Attributes:
         signature: its parameters in order, with their defaults.
         value: a function of all parameters by position that returns the expression. Tensors are
-            given as expressions, numbers as exact rationals, and None, booleans and strings as
-            they are. Its ``ValueError`` tells the user why the call is no logit transform.
+            expressions, numbers are exact rationals; None, booleans and strings are unchanged. A
+            ``ValueError`` tells the user why the call is no logit transform.
     """
 
     signature: Mapping[str, Any]
     value: Callable[..., Expr]
 
 
-# Operations in the operands of a function. An expression is a tree: where a program uses a tensor
-# twice, as in z + tanh(z), its operations are there twice, and after 24 times 2**24 times.
+# Operations in the operands of a function. An expression is a tree: a tensor that a program uses
+# twice, as in z + tanh(z), has its operations there twice; after 24 such steps, 2**24 times.
 MOST_OPERATIONS = 200
 
 
@@ -101,87 +102,59 @@ def _where(condition: Any, x: Any, y: Any) -> Expr:
     return where(condition, ">", 0, x, y)
 
 
-def row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
-    """The row of a function. ``value`` takes the operands and the parameters; in the signature,
-    ``inplace`` and ``out`` follow."""
-
-    def of_call(*arguments: Any) -> Expr:
-        *used, _, out = arguments  # the reader asks the schema whether the call is in place
-        if out is not None:
-            raise ValueError("it writes to out=")
-        return value(*used)
-
+def spelling(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
+    """The spelling of a function, whose ``value`` takes the operands and the parameters."""
     required = dict.fromkeys(("input", "other", "third")[:operands], REQUIRED)
-    return Spelling({**required, **parameters, "inplace": False, "out": None}, of_call)
+    return Spelling(required | parameters, value)
 
 
-def _same(name: str) -> Spelling:
-    return row(lambda x: call(name, x))
+def _unary(name: str) -> Spelling:
+    return spelling(lambda x: call(name, x))
 
 
 _UNARY = ("exp", "log", "sqrt", "sign", "abs", "sigmoid", "tanh")
 
 POINTWISE: dict[str, Spelling] = {
-    **{name: _same(name) for name in _UNARY},
-    "add": row(lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
-    "sub": row(lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
-    "rsub": row(lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
-    "mul": row(lambda x, y: x * y, operands=2),
-    "div": row(_div, operands=2, rounding_mode=None),
-    "pow": row(_pow, exponent=REQUIRED),
-    "neg": row(lambda x: -x),
-    "fma": row(lambda x, y, z: x * y + z, operands=3),
-    "positive": row(lambda x: x),
-    "square": row(lambda x: x**2),
-    "rsqrt": row(lambda x: 1 / call("sqrt", x)),
-    "reciprocal": row(lambda x: 1 / x),
-    "clamp": row(_clamp, min=None, max=None),
-    "clamp_min": row(lambda x, low: _clamp(x, low, None), min=REQUIRED),
-    "clamp_max": row(lambda x, high: _clamp(x, None, high), max=REQUIRED),
-    "relu": row(lambda x: where(x, "<=", 0, 0, x)),
+    **{name: _unary(name) for name in _UNARY},
+    "add": spelling(lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
+    "sub": spelling(lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
+    "rsub": spelling(lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
+    "mul": spelling(lambda x, y: x * y, operands=2),
+    "div": spelling(_div, operands=2, rounding_mode=None),
+    "pow": spelling(_pow, exponent=REQUIRED),
+    "neg": spelling(lambda x: -x),
+    "fma": spelling(lambda x, y, z: x * y + z, operands=3),
+    "positive": spelling(lambda x: x),
+    "square": spelling(lambda x: x**2),
+    "rsqrt": spelling(lambda x: 1 / call("sqrt", x)),
+    "reciprocal": spelling(lambda x: 1 / x),
+    "clamp": spelling(_clamp, min=None, max=None),
+    "clamp_min": spelling(lambda x, low: _clamp(x, low, None), min=REQUIRED),
+    "clamp_max": spelling(lambda x, high: _clamp(x, None, high), max=REQUIRED),
+    "relu": spelling(lambda x: where(x, "<=", 0, 0, x)),
 }
 
-# Functions of masks, and comparisons, which give 1 or 0.
+# Functions of masks, and comparisons, whose value is 1 or 0.
 MASKS: dict[str, Spelling] = {
     **{
-        name: row(lambda x, y, sign=sign: where(x, sign, y, 1, 0), operands=2)
+        name: spelling(lambda x, y, sign=sign: where(x, sign, y, 1, 0), operands=2)
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
     },
-    "where": Spelling(
-        {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED, "out": None},
-        lambda condition, x, y, _: _where(condition, x, y),
-    ),
-    "masked_fill": row(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
+    "where": spelling(_where, operands=3),
+    "masked_fill": spelling(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
 }
 
 
 # ---------------------------------------------------------------- with a softmax
 
-# Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
-# division the sign of a zero may be lost; the operands are sums and products of finite values.
-ALGEBRA: dict[str, Spelling] = {
-    "exp": row(lambda x: exponential(x)),
-    "log": row(lambda x: logarithm(x)),
-    "clamp": row(lambda x, low, high: _unbounded(x, low, high), min=None, max=None),
-    "clamp_min": row(lambda x, low: _unbounded(x, low, None), min=REQUIRED),
-    "entr": row(lambda x: -_xlogy(x, x)),
-    "xlogy": row(lambda x, y: _xlogy(x, y), operands=2),
-}
 
-# Those of expressions with row symbols.
-OF_ROWS = (
-    *("add", "sub", "rsub", "mul", "fma", "div", "neg", "positive", "square", "pow"),
-    *("exp", "log", "entr", "xlogy"),
-)
-
-
-def exponential(x: Expr) -> Expr:
-    """As a product of exponentials."""
+def expanded_exp(x: Expr) -> Expr:
+    """The exponential of a sum as a product of exponentials."""
     return sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False)
 
 
-def logarithm(x: Expr) -> Expr:
-    """The logarithm of a softmax, which is positive: a logit may not be."""
+def expanded_log(x: Expr) -> Expr:
+    """The logarithm of a product as a sum. A softmax is positive; a logit may be negative."""
     if x.has(Z):
         raise ValueError("a logarithm of logits is not fused")
     others = [f for f in sympy.Mul.make_args(x) if not isinstance(f, sympy.exp)]
@@ -193,8 +166,8 @@ def logarithm(x: Expr) -> Expr:
 
 
 def _xlogy(x: Expr, y: Expr) -> Expr:
-    """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
-    log = logarithm(y)
+    """``x log y``, which is 0 where x is 0. So is a moment if x is a multiple of a softmax."""
+    log = expanded_log(y)
     if not x.has(sympy.exp):
         raise ValueError("its first operand is not a softmax")
     if any(isinstance(s, RowOperand) for s in x.free_symbols):
@@ -203,7 +176,24 @@ def _xlogy(x: Expr, y: Expr) -> Expr:
 
 
 def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
-    """A clamp to finite numbers: where the softmax is 0, an infinite log-softmax counts nothing."""
+    """A clamp to finite numbers is no clamp: a moment adds 0 where a log-softmax is infinite."""
     if high is not None or low is None or not low.is_number or low > -1e30:
         raise ValueError("a clamped softmax is not fused")
     return x
+
+
+# Functions of any expressions, with the parameters of POINTWISE, in sympy's own functions.
+ALGEBRA: dict[str, Spelling] = {
+    "exp": spelling(expanded_exp),
+    "log": spelling(expanded_log),
+    "clamp": spelling(_unbounded, min=None, max=None),
+    "clamp_min": spelling(lambda x, low: _unbounded(x, low, None), min=REQUIRED),
+    "entr": spelling(lambda x: -_xlogy(x, x)),
+    "xlogy": spelling(_xlogy, operands=2),
+}
+
+# Functions of expressions with row symbols.
+OF_ROWS = (
+    *("add", "sub", "rsub", "mul", "fma", "div", "neg", "positive", "square", "pow"),
+    *("exp", "log", "entr", "xlogy"),
+)

@@ -1,4 +1,4 @@
-"""The state of reading a row function, and the questions that rules ask of nodes.
+"""The state of reading a row function, and facts about nodes that rules ask for.
 
 In: nodes of a canonical ATen graph. Out: a :class:`Reading`, which the rules of
 :mod:`fxpass.lower.elementwise` and :mod:`fxpass.lower.reduced` fill.
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sympy import Expr
 from torch.fx import Node
 
-from fxpass.lower.records import Classes, RowValues, Unknown
+from fxpass.lower.records import RowValues, Unknown
 from fxpass.lower.tables import Tables
 
 
@@ -22,34 +23,41 @@ class Reading:
     """The state of reading.
 
     Attributes:
-        tables: what the symbols stand for.
-        classes: tensors with classes.
-        rows: rows whose value is known.
-        late: what is computed of rows, and stays in the graph.
+        tables: the meaning of symbols.
+        classes: tensors with classes, as expressions of a class's element.
+        rows: rows that are expressions of outputs.
+        opaque: nodes that are computed from rows, and are no expressions: they stay in the graph.
         columns: sums over the rows of tensors with classes.
-        totals: those of ``rows`` that are summed over the rows.
-        pairs: results of ``max``, which are read apart.
+        totals: the nodes of ``rows`` that are summed over the rows, too.
+        pairs: calls of ``max``, whose two results are separate nodes.
     """
 
     tables: Tables = field(default_factory=Tables)
-    classes: dict[Node, Classes] = field(default_factory=dict)
+    classes: dict[Node, Expr] = field(default_factory=dict)
     rows: dict[Node, RowValues] = field(default_factory=dict)
-    late: set[Node] = field(default_factory=set)
-    columns: dict[Node, Classes] = field(default_factory=dict)
+    opaque: set[Node] = field(default_factory=set)
+    columns: dict[Node, Expr] = field(default_factory=dict)
     totals: set[Node] = field(default_factory=set)
-    pairs: dict[Node, Classes] = field(default_factory=dict)
+    pairs: dict[Node, Expr] = field(default_factory=dict)
 
 
-def name_of(node: Node) -> str:
-    """The name of an ATen function, without those of its overloads."""
+# Functions that keep all elements and their order.
+SAME_ELEMENTS = (
+    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand"),
+    *("alias", "clone", "detach", "_to_copy"),
+)
+
+
+def aten_name(node: Node) -> str:
+    """The name of an ATen function, without its overload's."""
     packet = getattr(node.target, "overloadpacket", None)
     name = "" if packet is None else packet.__name__
     return name.removeprefix("special_")
 
 
 def reads_sizes(node: Node) -> bool:
-    """Whether a node is a size."""
-    return name_of(node) in ("sym_size", "sym_numel")
+    """Tells if a node is a size."""
+    return aten_name(node) in ("sym_size", "sym_numel")
 
 
 def example_of(node: Node) -> torch.Tensor:
@@ -63,16 +71,16 @@ def sizes_of(node: Node) -> list[Any]:
     return list(example_of(node).shape)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two sizes are the same number or symbol."""
+def equal_sizes(one: Any, other: Any) -> bool:
+    """Tells if two sizes are the same number or symbol."""
     if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
         return bool(one.node.expr == other.node.expr)
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 
-def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two shapes are the same."""
-    return len(sizes) == len(others) and all(map(same, sizes, others))
+def equal_shapes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tells if two shapes are the same."""
+    return len(sizes) == len(others) and all(map(equal_sizes, sizes, others))
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -82,21 +90,26 @@ def arguments(node: Node) -> dict[str, Any]:
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
-def operand_of(found: Reading, node: Node, dim: Any = None) -> Classes:
-    """The first argument, if no other has classes; ``dim``: of the classes."""
+def operand_of(reading: Reading, node: Node, dim: Any = None) -> Expr:
+    """The first argument, if no other has classes; ``dim``: the dimension that the call reduces."""
     first, *others = node.all_input_nodes
-    if node.args[0] is not first or any(n in found.classes for n in others):
+    if node.args[0] is not first or any(n in reading.classes for n in others):
         raise Unknown("reads logits in another place")
     rank = len(sizes_of(first))
     dims = dim if isinstance(dim, list | tuple) else [dim]
     if dim is not None and [d % rank for d in dims] != [class_dim(first)]:
         raise Unknown("is not over the classes alone")
-    return found.classes[first]
+    return reading.classes[first]
 
 
 def class_dim(node: Node) -> int:
-    """The dimension of the classes: all others but the rows have one element."""
-    wide = [i for i, size in enumerate(sizes_of(node)) if i and not same(size, 1)]
-    if len(wide) != 1:
+    """The dimension of the classes: all dimensions but the rows' and this have one element."""
+    dims = [i for i, size in enumerate(sizes_of(node)) if i and not equal_sizes(size, 1)]
+    if len(dims) != 1:
         raise Unknown(f"has the shape {sizes_of(node)}")
-    return wide[0]
+    return dims[0]
+
+
+def sizes_beyond_one(node: Node) -> list[Any]:
+    """The sizes of a tensor that are not 1."""
+    return [size for size in sizes_of(node) if not equal_sizes(size, 1)]

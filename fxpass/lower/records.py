@@ -1,19 +1,19 @@
-"""Records of the nodes of a row function: tensors with classes, rows, and their outputs.
+"""Records of a row function: the symbols of its expressions, rows, and their outputs.
 
-In: nodes of a canonical ATen graph, whose tensors have their rows first. Out: records of sympy
-expressions. The symbols stand for nodes and for outputs of the operator; what an operand has for
-each row and class is the class of its symbol::
+In: nodes of a canonical ATen graph, whose tensors have their rows first. Out: sympy expressions,
+and records. Symbols stand for nodes and for outputs of the operator; the class of an operand's
+symbol tells the operand's shape::
 
-    %mul = mul(%softmax, %log_softmax)    ->    Classes(exp(log_0)*log_0)
+    %mul = mul(%softmax, %log_softmax)    ->    exp(log_0)*log_0
     %sum = sum(%mul, [1])                 ->    RowValues(moment(1,1)_0)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from sympy import Expr, Symbol
+from sympy import Add, Expr, Symbol
 from torch.fx import Node
 
 from fxpass.formula.expression import Z
@@ -21,13 +21,13 @@ from fxpass.formula.outputs import Moment, Output
 
 
 class Operand(Symbol):
-    """The symbol of an operand; ``label`` tells readers of a message which one."""
+    """The symbol of an operand; ``label`` names its kind in messages."""
 
     label = ""
 
 
 class RowOperand(Operand):
-    """An operand ``[n, 1]``, or what an operand has at a pick."""
+    """An operand ``[n, 1]``, or an operand's values at picked classes."""
 
     label = "row"
 
@@ -45,13 +45,13 @@ class GivenOperand(Operand):
 
 
 class HotOperand(Operand):
-    """1 at the class of an index ``[n, 1]``, 0 at all others."""
+    """One-hot: 1 at the class of an index ``[n, 1]``, 0 at all other classes."""
 
     label = "hot"
 
 
 class SpreadOperand(Operand):
-    """A number at each class of an index ``[n, K]``, 0 at all others."""
+    """A number at each class of an index ``[n, K]``, 0 at all other classes."""
 
     label = "spread"
 
@@ -69,20 +69,9 @@ class Unknown(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Classes:
-    """A tensor with classes.
-
-    Attributes:
-        expr: one element; ``z`` is the logit.
-    """
-
-    expr: Expr
-
-
-@dataclass(frozen=True)
 class RowValues:
-    """One number for each row, or one for each of K picks, as an expression of outputs and of
-    symbols of operands; ``index``: it is a class."""
+    """A number for each row, or for each of its K picks, as an expression of outputs and of symbols
+    of operands; ``index``: the number is a class."""
 
     expr: Expr
     index: bool = False
@@ -90,21 +79,21 @@ class RowValues:
 
 @dataclass(frozen=True)
 class Base:
-    """Logits of which a softmax, or another reduction, is taken.
+    """Logits that a softmax, or another reduction, reads.
 
     Attributes:
-        transform: one logit, as an expression of ``z`` and of what is given at its class.
+        transform: one logit, as an expression of ``z`` and of the operands at its class.
         scale: a factor of each row, as an expression of row symbols.
         log, lse: the symbols of the log-softmax and of the log-sum-exp.
-        loose: that of the lse in expectations of logits, which has to cancel: the digits of small
-            logits are lost in a sum with it.
+        cancelling_lse: the symbol of the lse in expectations of logits. It has to cancel: in a sum
+            with the lse, small logits lose their digits.
     """
 
     transform: Expr
     scale: Expr
     log: LogSoftmax
     lse: Symbol
-    loose: Symbol
+    cancelling_lse: Symbol
 
     @property
     def logit(self) -> Expr:
@@ -118,16 +107,21 @@ class Picked:
 
     Attributes:
         index: class indices.
-        logit: whether the logit is picked, and not the log-softmax.
+        logit: the logit is picked, not the log-softmax.
     """
 
     index: Node
     logit: bool = False
 
+    @property
+    def name(self) -> Output:
+        """The output in a spec."""
+        return "at" if self.logit else "pick"
+
 
 @dataclass(frozen=True)
 class Summed:
-    """A moment, whose weight is that of a symbol, or one."""
+    """A moment, with the symbol of its weight; None for ones."""
 
     moment: Moment
     weight: Symbol | None = None
@@ -141,7 +135,22 @@ class Chosen:
     index: Node
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A number at each class of an index tensor ``[n, K]``."""
+
+    index: Node
+    value: Expr
+
+
 OfBase = Output | Picked | Summed
+
+
+class BaseOutput(NamedTuple):
+    """An output of a base."""
+
+    base: Base
+    output: OfBase
 
 
 def symbols_of(expr: Any) -> set[Symbol]:
@@ -150,12 +159,23 @@ def symbols_of(expr: Any) -> set[Symbol]:
 
 
 def has_classes(expr: Any) -> bool:
-    """Whether an expression differs from class to class."""
+    """Tells if an expression differs from class to class."""
     kinds = LogSoftmax, *OF_CLASS, *OF_INDEX
     return any(s == Z or isinstance(s, kinds) for s in symbols_of(expr))
 
 
+def terms_of(expr: Any) -> tuple[Any, ...]:
+    """The terms of a sum; none of 0."""
+    return Add.make_args(expr) if expr != 0 else ()
+
+
+def factors_of(product: Any) -> tuple[Any, Any]:
+    """The factor of a product that is a number of each row, and the factor with classes."""
+    classes = [s for s in symbols_of(product) if has_classes(s)]
+    return product.as_independent(*classes, as_Add=False)
+
+
 def of_operands_alone(expr: Any) -> bool:
-    """Whether an expression is one of a logit and of operands, without a softmax."""
+    """Tells if an expression reads a logit and operands alone, without a softmax."""
     some = symbols_of(expr)
     return all(s == Z or (isinstance(s, Operand) and not isinstance(s, OF_INDEX)) for s in some)

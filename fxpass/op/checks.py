@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fxpass.formula.dtypes import compute_dtype
 from fxpass.formula.operands import Operands
-from fxpass.formula.outputs import PRODUCTS, lines_of
+from fxpass.formula.outputs import PRODUCTS, line_count
 from fxpass.formula.reductions import Reductions
 
 NAME = "a head's reductions"
@@ -48,7 +48,7 @@ def check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
     if scale is not None and scale.dtype != dtype:
         raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
-    if (picks is None) == spec.picked:
+    if (picks is None) == spec.reads_picks:
         raise ValueError(f"{NAME} needs picks where outputs read them, and only there")
     if picks is not None and (
         picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
@@ -56,19 +56,19 @@ def check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(
             f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
         )
-    many = operands.many
+    many = operands.pick_count
     if (coef is None) != (not spec.total):
         raise ValueError(f"{NAME} needs coef for a total, and only for it")
     if coef is not None:
-        lines = sum(lines_of(o, many) for o in spec.total)
+        lines = sum(line_count(o, many) for o in spec.total)
         if coef.shape != (lines, n) or coef.dtype != dtype:
             raise ValueError(
                 f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"
             )
-    if len(given) < (least := max(spec.read, default=-1) + 1):
+    if len(given) < (least := max(spec.given_positions, default=-1) + 1):
         raise ValueError(f"{NAME} needs {least} given values, got {len(given)}")
     for i, tensor in enumerate(given):
-        mask = tensor.dtype == torch.bool and i not in spec.weights
+        mask = tensor.dtype == torch.bool and i not in spec.weight_positions
         if not (tensor.is_floating_point() or mask):
             raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
     if absent := [name for name in spec.gradients if getattr(operands, name) is None]:

@@ -1,13 +1,13 @@
-"""Leaves rows that add nothing out of all products.
+"""Leaves rows that contribute nothing out of all products.
 
-In: which rows of a loop change a result. Out: their indices. Padding and prompts are often more
-than half of a batch, and an ignored row would cost as many operations as any other row. A row that
-is left out does not change the gradients if it holds nan or inf. Eager multiplies it by 0 and gets
-nan gradients; so does a call that leaves no rows out.
+In: the mask of the rows that contribute to a result. Out: their indices. Padding and prompts are
+often more than half of a batch, and an ignored row would cost as many operations as any other row.
+A row that is left out does not change the gradients if it holds nan or inf. Eager multiplies such a
+row by 0 and gets nan gradients; so does a call that leaves no rows out.
 
-Which rows count is known on the device. A CPU looks at them. The host would have to wait for a GPU,
-so it asks for their number and reads it at a later call of the same kind, which waits for their
-indices if enough of the earlier rows were left out.
+The mask is on the device. A CPU reads it. The host would have to wait for a GPU, so it asks for the
+number of rows and reads this number at a later call of the same kind, which waits for the indices
+if enough of the earlier rows were left out.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ WORTH_COPIES = 1 / 16
 WORTH_A_WAIT = 4e12
 
 
-def index_of(counted: Tensor, least: float, operations: float, key: Any) -> Tensor | None:
-    """The indices of the rows that count; None if fewer than this share of rows is left out.
+def contributing_index(mask: Tensor, least: float, operations: float, key: Any) -> Tensor | None:
+    """The indices of the rows of a mask; None if fewer than this share of rows is left out.
 
     Also None on a GPU, unless an earlier call with this ``key`` left so many rows out; if the
     products are small; while a CUDA graph is captured, which must not depend on values; and where
     torch's algorithms are to be deterministic: an earlier call must not decide how this one rounds.
 
     Args:
-        counted: which rows count, ``[N]``.
+        mask: of the rows that contribute, ``[N]``.
         least: the least share of rows left out.
         operations: of the products of all rows.
         key: of calls of the same kind.
     """
-    n = counted.shape[0]
-    if counted.is_cuda:
+    n = mask.shape[0]
+    if mask.is_cuda:
         if operations < WORTH_A_WAIT or torch.cuda.is_current_stream_capturing():
             return None
         if torch.are_deterministic_algorithms_enabled():
             return None
         if _EARLIER.left_out(key) <= least:
-            _EARLIER.ask(key, counted)
+            _EARLIER.ask(key, mask)
             return None
-        index = counted.nonzero()
-        _EARLIER.note(key, index.shape[0], n)
+        index = mask.nonzero()
+        _EARLIER.record(key, index.shape[0], n)
     else:
-        index = counted.nonzero()
+        index = mask.nonzero()
     return index.squeeze(1) if n - index.shape[0] > n * least else None
 
 
 class _Asked(NamedTuple):
-    """The number of rows that count, of ``rows``, as the GPU writes it; ``event`` says when."""
+    """The number of contributing rows, of ``rows``, which the GPU has written after ``event``."""
 
     number: Tensor
     rows: int
@@ -69,28 +69,28 @@ class _Earlier:
         self._left_out: dict[Any, float] = {}
 
     def left_out(self, key: Any) -> float:
-        """The share of the latest call that the GPU has told of; 0 for a new kind."""
+        """The share of the latest call whose number the GPU has written; 0 for a new kind."""
         asked = self._asked.get(key)
         if asked is not None and asked.event.query():
-            self.note(key, int(asked.number), asked.rows)
+            self.record(key, int(asked.number), asked.rows)
             self._asked.pop(key, None)
         return self._left_out.get(key, 0.0)
 
-    def note(self, key: Any, counted: int, rows: int) -> None:
-        self._left_out[key] = 1 - counted / max(1, rows)
+    def record(self, key: Any, contributing: int, rows: int) -> None:
+        self._left_out[key] = 1 - contributing / max(1, rows)
 
-    def ask(self, key: Any, counted: Tensor) -> None:
-        """Has the GPU write the number of rows ``[N]`` that count, once it gets there."""
+    def ask(self, key: Any, mask: Tensor) -> None:
+        """Queues a copy of the number of contributing rows to the host."""
         if key not in self._asked:  # else the GPU is far behind
             number = _pinned()
-            number.copy_(counted.count_nonzero(), non_blocking=True)
+            number.copy_(mask.count_nonzero(), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-            self._asked[key] = _Asked(number, len(counted), event)
+            self._asked[key] = _Asked(number, len(mask), event)
 
 
 def _pinned() -> Tensor:
-    """A number in memory of the host that a GPU writes without a wait."""
+    """A number in pinned memory of the host."""
     return torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
 
 

@@ -11,7 +11,7 @@ heads, into one buffer for each; the function of rows; the products with its res
     ... %4 = aten.mm.default(%3, %0)
     ... return %4'''
     >>> tensors = [torch.ones(4, 2), torch.ones(2, 3)]
-    >>> run(prepared(text, torch.device("cpu")), tensors, {"n": 4})
+    >>> run_loop(prepared(text, torch.device("cpu")), tensors, {"n": 4})
     [tensor([[8., 8.],
             [8., 8.],
             [8., 8.]])]
@@ -31,29 +31,24 @@ from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from fxpass.aten.gemm import multiplied, part_of, slices
-from fxpass.aten.products import Scratch, add_products, logits
+from fxpass.aten.gemm import product_dtype_of, slice_of, slices
+from fxpass.aten.products import Scratch, add_products, write_logits
 from fxpass.formula.dtypes import compute_dtype
 from fxpass.formula.operands import Operands
-from fxpass.op.formula import FormulaRun, Formulas, formulas_of
-from fxpass.op.ignored import WORTH_A_WAIT, WORTH_COPIES, index_of
+from fxpass.op.formula import FormulaRun, LoopFormula
+from fxpass.op.ignored import WORTH_A_WAIT, WORTH_COPIES, contributing_index
+from fxpass.op.prepared_loop import PreparedLoop
 from fxpass.plan.devices import on_device
-from fxpass.plan.regions import HeadSizes, RegionPlan, plan
-from fxpass.region.compile import CLASSES, RowFunction
-from fxpass.region.live import row_bytes
-from fxpass.region.loop import Loop
-from fxpass.region.run import Interpreter, apart
-from fxpass.region.split import Group, HeadOperands, Split, narrowable, narrowed, split
-from fxpass.region.zeros import zeros
+from fxpass.plan.regions import RegionPlan
+from fxpass.region.broadcast import broadcastable, first_values, is_broadcast
+from fxpass.region.run import in_own_thread
+from fxpass.region.split import Group, HeadOperands
 
 log = logging.getLogger(__name__)
-# What a loop with collectives is taken to keep of each class of a row, on each rank.
-VALUES_OF_A_CLASS = 8
-_DENSE = torch.contiguous_format
-_known: dict[tuple[Any, ...], Prepared] = {}
+_prepared: dict[tuple[Any, ...], PreparedLoop] = {}
 
 
-def prepared(text: str, device: torch.device) -> Prepared:
+def prepared(text: str, device: torch.device) -> PreparedLoop:
     """A loop on a device; the same for the same text.
 
     Raises:
@@ -61,133 +56,97 @@ def prepared(text: str, device: torch.device) -> Prepared:
     """
     # Inductor makes other kernels where results must be the same in every run
     key = text, device, torch.are_deterministic_algorithms_enabled()
-    return _known.get(key) or _known.setdefault(key, Prepared(text, device))
+    if key not in _prepared:
+        loop = PreparedLoop(text, device)
+        if loop.formula is not None and not in_own_thread(lambda: _fits(loop)):
+            loop.formula = None
+        _prepared.setdefault(key, loop)
+    return _prepared[key]
 
 
-class Prepared:
-    """The state of a loop on a device, for any sizes.
-
-    Attributes:
-        pairs: heads and groups of last products that have the same classes.
-    """
-
-    def __init__(self, text: str, device: torch.device) -> None:
-        self.loop = Loop.parse(text)
-        self.device = device
-        self.split: Split = split(self.loop)
-        self.before = Interpreter(self.split.before, device)
-        self.operands = Interpreter(self.split.operands, device)
-        self.pairs = _pairs(self.split)
-        self.zeros = zeros(self.loop)
-        self.formula = formulas_of(self.loop, self.split)
-        if self.formula is not None and not apart(lambda: _fits(self)):
-            self.formula = None
-        self._functions: dict[tuple[int, ...], tuple[RowFunction, int]] = {}
-
-    def function(self, narrow: tuple[int, ...] = ()) -> tuple[RowFunction, int]:
-        """The function of rows, and the bytes of a row at its worst moment, where the inputs
-        ``narrow`` have one value a row."""
-        if narrow not in self._functions:
-            graph = narrowed(self.split.function, narrow) if narrow else self.split.function
-            made = RowFunction(graph, self.device, self.loop.compiled)
-            count = len(self.split.heads)
-            self._functions[narrow] = made, row_bytes(graph, count, made.compiles)
-        return self._functions[narrow]
-
-
-def _fits(of: Prepared) -> bool:
-    """Whether the results of a formula are those of the loop, as far as shapes tell."""
-    loop = of.loop
+def _fits(prepared: PreparedLoop) -> bool:
+    """Tells if the results of a formula have the shapes of the loop's results."""
+    loop = prepared.loop
     sizes = {"n": 6}
-    for shape in (given.shape for given in loop.inputs):
-        sizes |= {s: 11 + len(sizes) for s in shape if isinstance(s, str) and s not in sizes}
-    shapes = [[sizes.get(s, s) for s in given.shape] for given in loop.inputs]  # pyright: ignore
+    for given in loop.inputs:
+        sizes |= {s: 11 + len(sizes) for s in given.shape if isinstance(s, str) and s not in sizes}
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            made = zip(shapes, loop.inputs, strict=True)
-            tensors = [torch.empty(s, dtype=i.dtype, device=of.device) for s, i in made]
-            found = _LoopRun(of, tensors, sizes).results(runs=False)
+            tensors = [
+                torch.empty(given.actual_shape(sizes), dtype=given.dtype, device=prepared.device)
+                for given in loop.inputs
+            ]
+            results = _LoopRun(prepared, tensors, sizes).results(runs=False)
     except Exception:
         log.warning("a formula is not used, please report this", exc_info=True)
         return False
-    wanted = ([sizes.get(s, s) for s in result.shape] for result in loop.results)  # pyright: ignore
-    return all([*one.shape] == shape for one, shape in zip(found, wanted, strict=True))
+    wanted = [result.actual_shape(sizes) for result in loop.results]
+    return [list(result.shape) for result in results] == wanted
 
 
-def _pairs(parts: Split) -> list[tuple[HeadOperands | None, Group | None]]:
-    left = list(parts.groups)
-    found = list[tuple[HeadOperands | None, Group | None]]()
-    for head in parts.heads:
-        group = next((g for g in left if g.gradient == head.logits), None)
-        left = [g for g in left if g is not group]
-        found.append((head, group))
-    return [*found, *((None, group) for group in left)]
-
-
-def run(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> list[Tensor]:
+def run_loop(
+    prepared: PreparedLoop, tensors: Sequence[Tensor], sizes: Mapping[str, int]
+) -> list[Tensor]:
     """The results of a loop, on tensors with data.
 
     Args:
-        of: the loop.
+        prepared: the loop.
         tensors: its inputs, which fit it.
         sizes: by name.
     """
     below = _AutoDispatchBelowADInplaceOrView()
-    with on_device(of.device), below, _DisableAutocast(), torch.no_grad():
-        return _LoopRun(of, tensors, sizes, _counted(of, tensors, sizes)).results()
+    with on_device(prepared.device), below, _DisableAutocast(), torch.no_grad():
+        index = _contributing_rows(prepared, tensors, sizes)
+        return _LoopRun(prepared, tensors, sizes, index).results()
 
 
-def planned_for(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> RegionPlan:
-    """How a loop runs; ``tensors`` need no data."""
+def loop_plan(
+    prepared: PreparedLoop, tensors: Sequence[Tensor], sizes: Mapping[str, int]
+) -> RegionPlan:
+    """The plan of a loop; ``tensors`` need no data."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return _LoopRun(of, list(map(_without_data, tensors)), sizes).plan
+        return _LoopRun(prepared, list(map(_without_data, tensors)), sizes).plan
 
 
-def operands_of(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Operands:
+def formula_operands(
+    prepared: PreparedLoop, tensors: Sequence[Tensor], sizes: Mapping[str, int]
+) -> Operands:
     """The operands of a loop that has a formula, without data, as ``tensors`` may be."""
-    assert of.formula is not None
+    assert prepared.formula is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
-        run = _LoopRun(of, list(map(_without_data, tensors)), sizes)
-        found = run.formula_run(of.formula).operands
-    return tree_map_only(Tensor, lambda t: _without_data(t, "meta"), found)
+        run = _LoopRun(prepared, list(map(_without_data, tensors)), sizes)
+        operands = run.formula_run(prepared.formula).operands
+    return tree_map_only(Tensor, lambda t: _without_data(t, "meta"), operands)
 
 
 def _without_data(tensor: Tensor, device: str | None = None) -> Tensor:
-    layout = tensor.shape, tensor.stride()
-    return torch.empty_strided(*layout, dtype=tensor.dtype, device=device or tensor.device)
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+    )
 
 
-def _counted(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor | None:
-    """The indices of the rows that change a result, if it is worth to leave the others out."""
-    if of.zeros is None or not sizes["n"]:
+def _contributing_rows(
+    prepared: PreparedLoop, tensors: Sequence[Tensor], sizes: Mapping[str, int]
+) -> Tensor | None:
+    """The indices of the rows that change a result; None if leaving out others is not worth it."""
+    if prepared.zeros is None or not sizes["n"]:
         return None
-    operations = _operations(of, sizes)
-    if of.device.type == "cuda" and operations < WORTH_A_WAIT:
+    operations = prepared.operations(sizes)
+    if prepared.device.type == "cuda" and operations < WORTH_A_WAIT:
         return None  # nothing is launched
-    counted = of.zeros.counted(tensors)
-    if counted is None:
+    mask = prepared.zeros.contributing(tensors)
+    if mask is None:
         return None
-    return index_of(counted, WORTH_COPIES, operations, (of.loop.text(), of.device))
-
-
-def _operations(of: Prepared, sizes: Mapping[str, int]) -> float:
-    """The operations of all products, as if each had the largest hidden size."""
-    of_size = lambda size: sizes[size] if isinstance(size, str) else size  # noqa: E731
-    classes = 0
-    for head, group in of.pairs:
-        described = head.logits if head is not None else group.gradient  # pyright: ignore
-        tails = len(group.tails) if group is not None else 0
-        classes += of_size(described.shape[1]) * (tails + (head is not None))
-    hidden = max((of_size(head.hidden) for head in of.split.heads), default=1)
-    return 2.0 * sizes["n"] * hidden * classes
+    key = prepared.loop.text(), prepared.device
+    return contributing_index(mask, WORTH_COPIES, operations, key)
 
 
 class _Sum(NamedTuple):
-    """Where a sum is added up."""
+    """The memory in which a sum is added up."""
 
     total: Tensor
-    dtype: torch.dtype  # in which it leaves
-    turned: bool = False  # whether the total is its transpose
+    dtype: torch.dtype  # of the result
+    transposed: bool = False  # whether the total is the transpose of the result
 
 
 class _LoopRun:
@@ -195,221 +154,183 @@ class _LoopRun:
 
     def __init__(
         self,
-        of: Prepared,
+        prepared: PreparedLoop,
         tensors: Sequence[Tensor],
         sizes: Mapping[str, int],
         index: Tensor | None = None,
     ) -> None:
-        self.of = of
+        self.prepared = prepared
         self.sizes = sizes
         self.index = index
-        loop = of.loop
-        parts = of.split
+        loop = prepared.loop
+        parts = prepared.split
         self.n = sizes["n"] if index is None else len(index)
         self.rows = [tensors[i] for i in loop.rows]
-        self.invariants = of.before([t for i, t in enumerate(tensors) if i not in loop.rows])
+        self.invariants = prepared.before([t for i, t in enumerate(tensors) if i not in loop.rows])
         self.shared = [self.invariants[i].contiguous() for i in parts.shared]
-        self.read = [self.rows[i] for i in parts.rows]
+        self.row_inputs = [self.rows[i] for i in parts.rows]
         self.sums: dict[int, _Sum] = {}
-        self.places: dict[int, Tensor] = {}
-        self.turned = {t.result: t.turned for group in parts.groups for t in group.tails}
-        if of.formula is not None:
+        self.row_results: dict[int, Tensor] = {}
+        self.transposed = {t.result: t.transposed for group in parts.groups for t in group.tails}
+        if prepared.formula is not None:
             return
         first = len(parts.heads)
-        narrow = tuple(first + i for i, t in enumerate(self.read) if _is_narrow(t))
-        narrow = narrowable(parts.function, narrow) if narrow else ()
-        self.read = [_narrow(t) if first + i in narrow else t for i, t in enumerate(self.read)]
-        self.function, of_row = of.function(narrow)
-        self.plan = self._planned(of_row)
-        self.classes = dict(zip(of.pairs, self.plan.classes, strict=True))
+        broadcasts = tuple(first + i for i, t in enumerate(self.row_inputs) if is_broadcast(t))
+        broadcasts = broadcastable(parts.function, broadcasts) if broadcasts else ()
+        for number in broadcasts:
+            self.row_inputs[number - first] = first_values(self.row_inputs[number - first])
+        self.function, bytes_of_row = prepared.function(broadcasts)
+        self.plan = prepared.plan(self.n, bytes_of_row, sizes)
         self.scratch = Scratch(tensors[0])
         several = self.plan.rows < self.n
         for i in range(len(loop.results)):
-            self._place(i, several)
+            self._allocate(i, several)
 
-    # ------------------------------------------------------------ before the chunks
-
-    def _planned(self, of_row: int) -> RegionPlan:
-        loop = self.of.loop
-        heads = []
-        counted = 0
-        actual = 0
-        for head, group in self.of.pairs:
-            described = head.logits if head is not None else group.gradient  # pyright: ignore
-            v = self._size(described.shape[1])
-            dtype = described.dtype
-            at = multiplied(self._like(dtype))
-            sums = [t for t in group.tails if t.weight is None] if group is not None else []
-            wide = all(loop.dtype(t.result) == compute_dtype(dtype) for t in sums)
-            of_sums = (min(map(self._size, loop.results[t.result].shape)) for t in sums)
-            d = 1 if head is None else self.invariants[head.weight].shape[0]
-            heads.append(HeadSizes(max(d, sum(of_sums)), v, dtype, at, bool(sums), wide))
-            known = described.shape[1]
-            counted += (CLASSES if isinstance(known, str) else known) * dtype.itemsize
-            actual += v * dtype.itemsize
-        of_row = of_row * actual // counted if counted else of_row
-        options = self.of.device, loop.memory_mb, loop.accumulate
-        found = plan(self.n, tuple(heads), of_row, *options)
-        if not loop.on_ranks:
-            return found
-        # As on all ranks: they have the same heads, but numbers in their texts, such as the first
-        # class, decide what is shared and kept; and processors may multiply in other dtypes.
-        of_row = sum(h.v * max(h.dtype.itemsize, 4) for h in heads) * VALUES_OF_A_CLASS
-        alike = tuple(head._replace(multiplied=head.dtype) for head in heads)
-        rows, *_, sums, rounded = plan(self.n, alike, of_row, *options)
-        scratch = found.scratch // found.rows * rows
-        return found._replace(rows=rows, scratch=scratch, sums=sums, rounded=rounded)
-
-    def _like(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, dtype=dtype, device=self.of.device)
-
-    def _size(self, size: int | str) -> int:
-        return self.sizes[size] if isinstance(size, str) else size
-
-    def _place(self, i: int, several: bool) -> None:
+    def _allocate(self, i: int, several: bool) -> None:
         """Memory for a result."""
-        loop = self.of.loop
-        shape = [self._size(s) for s in loop.results[i].shape]
+        loop = self.prepared.loop
+        shape = loop.results[i].actual_shape(self.sizes)
         dtype = loop.dtype(i)
         whole = self.index is None or i in loop.sums
         new = torch.zeros if self.n == 0 or not whole else torch.empty
         if i not in loop.sums:
-            self.places[i] = new(shape, dtype=dtype, device=self.of.device)
+            self.row_results[i] = new(shape, dtype=dtype, device=self.prepared.device)
             return
-        if several and i in self.turned:  # a product, each of which rounds once
+        if several and i in self.transposed:  # a product, each of which rounds once
             several = not self.plan.rounded
-        wide = compute_dtype(dtype) if several and dtype.is_floating_point else dtype
-        made = new(shape, dtype=wide, device=self.of.device)
-        turned = self.turned.get(i, False)
-        self.sums[i] = _Sum(made.t() if turned else made, dtype, turned)
-
-    # ------------------------------------------------------------ the chunks
+        sum_dtype = compute_dtype(dtype) if several and dtype.is_floating_point else dtype
+        total = new(shape, dtype=sum_dtype, device=self.prepared.device)
+        transposed = self.transposed.get(i, False)
+        self.sums[i] = _Sum(total.t() if transposed else total, dtype, transposed)
 
     def results(self, runs: bool = True) -> list[Tensor]:
         """The results; uninitialised where no kernel of a formula ``runs``."""
-        if self.of.formula is not None:
-            return self._of_formula(self.of.formula, runs)
+        if self.prepared.formula is not None:
+            return self._formula_results(self.prepared.formula, runs)
         for part in slices(0, self.n, min(self.plan.rows, max(1, self.n))):
             self._chunk(part)
-        self.scratch = Scratch(self._like(torch.float32))
-        return [self._finished(i) for i in range(len(self.of.loop.results))]
+        self.scratch = Scratch(self.rows[0])  # frees the memory
+        return [self._finished(i) for i in range(len(self.prepared.loop.results))]
 
-    def formula_run(self, formula: Formulas) -> FormulaRun:
+    # ------------------------------------------------------------ a formula
+
+    def formula_run(self, formula: LoopFormula) -> FormulaRun:
         """The run of all rows at once."""
         every = slice(0, self.n)
-        (head,) = self.of.split.heads
-        operands = self.of.operands(self._some(self.rows, every))
+        (head,) = self.prepared.split.heads
+        operands = self.prepared.operands(self._part(self.rows, every))
         weight = self.invariants[head.weight].t()
         bias = None if head.bias is None else self.invariants[head.bias]
-        inputs = [*self._some(self.read, every), *self.shared]
+        inputs = [*self._part(self.row_inputs, every), *self.shared]
         return FormulaRun(formula, operands[head.x], weight, bias, inputs)
 
-    def _of_formula(self, formula: Formulas, runs: bool = True) -> list[Tensor]:
-        loop = self.of.loop
-        found = self.formula_run(formula).results(runs)
-        seen = {t.untyped_storage()._cdata for t in (*self.rows, *self.invariants)}
-        for i, made in found.items():
+    def _formula_results(self, formula: LoopFormula, runs: bool) -> list[Tensor]:
+        loop = self.prepared.loop
+        results = self.formula_run(formula).results(runs)
+        storages = {t.untyped_storage()._cdata for t in (*self.rows, *self.invariants)}
+        for i, result in results.items():
             if i in loop.sums or self.index is None:
-                turned = self.turned.get(i, False)
-                made = (made.t() if turned else made).to(loop.dtype(i))
-                place = made.untyped_storage()._cdata  # a result has memory of its own
-                found[i] = made.clone(memory_format=_DENSE) if place in seen else made
-                seen.add(place)
+                result = result.t() if self.transposed.get(i, False) else result
+                result = result.to(loop.dtype(i))
+                if result.untyped_storage()._cdata in storages:  # each has memory of its own
+                    result = result.clone(memory_format=torch.contiguous_format)
+                storages.add(result.untyped_storage()._cdata)
+                results[i] = result
             else:
-                self._place(i, several=False)
-                self._write(i, made, slice(0, self.n))
-                found[i] = self.places.pop(i)
-        return [found[i] for i in range(len(loop.results))]
+                self._allocate(i, several=False)
+                self._write(i, result, slice(0, self.n))
+                results[i] = self.row_results.pop(i)
+        return [results[i] for i in range(len(loop.results))]
 
-    def _finished(self, i: int) -> Tensor:
-        if i in self.places:
-            return self.places.pop(i)
-        total, dtype, turned = self.sums.pop(i)
-        made = total.t() if turned else total
-        return made if made.dtype == dtype else made.to(dtype)
+    # ------------------------------------------------------------ chunks
 
     def _chunk(self, part: slice) -> None:
-        parts = self.of.split
-        operands = self.of.operands(self._some(self.rows, part))
-        wide = [
+        parts = self.prepared.split
+        operands = [
             self.scratch.cast(
-                f"operand {i}", x, multiplied(x) if x.is_floating_point() else x.dtype
+                f"operand {i}", x, product_dtype_of(x) if x.is_floating_point() else x.dtype
             )
-            for i, x in enumerate(operands)
+            for i, x in enumerate(self.prepared.operands(self._part(self.rows, part)))
         ]
-        given = [self._logits(pair, wide, part) for pair in self.of.pairs if pair[0] is not None]
-        given += self._some(self.read, part)
-        found: list[Any] = list(self.function([*given, *self.shared]))
-        given.clear()
+        inputs = [
+            self._logits(i, pair.head, operands, part)
+            for i, pair in enumerate(self.prepared.pairs)
+            if pair.head is not None
+        ]
+        inputs += [*self._part(self.row_inputs, part), *self.shared]
+        outputs: list[Any] = list(self.function(inputs))
+        inputs.clear()
         for i, number in enumerate(parts.results):
-            self._write(number, found[i], part)
-            found[i] = None
+            self._write(number, outputs[i], part)
+            outputs[i] = None
         for group in parts.groups:
-            self._add(group, found, wide, part)
+            self._multiply(group, outputs, operands, part)
 
-    def _some(self, tensors: Sequence[Tensor], part: slice) -> list[Tensor]:
+    def _part(self, tensors: Sequence[Tensor], part: slice) -> list[Tensor]:
         """Some rows of tensors."""
         if self.index is None:
-            return [part_of(t, part) for t in tensors]
-        return [t.index_select(0, part_of(self.index, part)) for t in tensors]
+            return [slice_of(t, part) for t in tensors]
+        return [t.index_select(0, slice_of(self.index, part)) for t in tensors]
 
-    def _logits(self, pair: Any, operands: list[Tensor], part: slice) -> Tensor:
-        head: HeadOperands = pair[0]
+    def _logits(
+        self, number: int, head: HeadOperands, operands: list[Tensor], part: slice
+    ) -> Tensor:
+        """The logits of a pair's head."""
         weight = self.invariants[head.weight].t()
         bias = None if head.bias is None else self.invariants[head.bias]
         shape = part.stop - part.start, weight.shape[0]
-        out = self.scratch(f"logits {self.of.pairs.index(pair)}", shape, head.logits.dtype)
-        return logits(operands[head.x], weight, bias, out, self.classes[pair], self.scratch)
+        out = self.scratch(f"logits {number}", shape, head.logits.dtype)
+        classes = self.plan.classes[number]
+        return write_logits(operands[head.x], weight, bias, out, classes, self.scratch)
 
-    def _write(self, i: int, found: Tensor, part: slice) -> None:
-        """A result of the function."""
-        if i in self.places and self.index is not None:
-            whole = self.places[i]
-            whole.index_copy_(0, part_of(self.index, part), found.to(whole.dtype))
-        elif i in self.places:
-            part_of(self.places[i], part).copy_(found)
+    def _write(self, i: int, output: Tensor, part: slice) -> None:
+        """Writes rows of a result, or adds to a sum."""
+        if i in self.row_results and self.index is not None:
+            whole = self.row_results[i]
+            whole.index_copy_(0, slice_of(self.index, part), output.to(whole.dtype))
+        elif i in self.row_results:
+            slice_of(self.row_results[i], part).copy_(output)
         else:
             total = self.sums[i].total
-            (total.add_ if part.start else total.copy_)(found)
+            (total.add_ if part.start else total.copy_)(output)
 
-    def _add(self, group: Group, found: list[Any], operands: list[Tensor], part: slice) -> None:
+    def _multiply(
+        self, group: Group, outputs: list[Any], operands: list[Tensor], part: slice
+    ) -> None:
         """The products with a gradient, which is freed."""
-        gradient = found[group.made]
-        at = multiplied(gradient)
+        gradient = outputs[group.output]
+        product_dtype = product_dtype_of(gradient)
         rows = []
         sums = []
-        copied = []
+        indexed = []  # products whose rows are copied to those of the index
         for tail in group.tails:
             if tail.weight is not None:
-                out = self.places[tail.result]
+                out = self.row_results[tail.result]
                 if self.index is None:
-                    out = part_of(out, part)
+                    out = slice_of(out, part)
                 else:
                     out = out.new_empty(part.stop - part.start, *out.shape[1:])
-                    copied.append((tail.result, out))
+                    indexed.append((tail.result, out))
                 rows.append((out, self.invariants[tail.weight]))
                 continue
             if tail.operand is not None:
                 other = operands[tail.operand]
             else:
-                made = tail.made or 0
-                other = self.scratch.cast(f"made {made}", found[made], at)
+                number = tail.output or 0
+                other = self.scratch.cast(f"output {number}", outputs[number], product_dtype)
             sums.append((self.sums[tail.result].total, other))
-        classes = next(self.classes[pair] for pair in self.of.pairs if pair[1] is group)
-        add_products(gradient, rows, sums, at, classes, part.start > 0, self.scratch)
-        for number, out in copied:
+        pairs = zip(self.prepared.pairs, self.plan.classes, strict=True)
+        classes = next(classes for pair, classes in pairs if pair.group is group)
+        add_products(gradient, rows, sums, product_dtype, classes, part.start > 0, self.scratch)
+        for number, out in indexed:
             self._write(number, out, part)
-        later = self.of.split.groups[self.of.split.groups.index(group) + 1 :]
-        if not any(group.made in (t.made, g.made) for g in later for t in g.tails):
-            found[group.made] = None
+        groups = self.prepared.split.groups
+        later = groups[groups.index(group) + 1 :]
+        if not any(group.output in (g.output, t.output) for g in later for t in g.tails):
+            outputs[group.output] = None
 
-
-def _is_narrow(tensor: Tensor) -> bool:
-    """Whether all values of a row are one in memory."""
-    inner = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)][1:]
-    return any(size > 1 for size, _ in inner) and all(size == 1 or not s for size, s in inner)
-
-
-def _narrow(tensor: Tensor) -> Tensor:
-    """One value a row, ``[n, 1]``."""
-    return tensor[(slice(None), *[slice(1)] * (tensor.dim() - 1))]
+    def _finished(self, i: int) -> Tensor:
+        if i in self.row_results:
+            return self.row_results.pop(i)
+        total, dtype, transposed = self.sums.pop(i)
+        return (total.t() if transposed else total).to(dtype)

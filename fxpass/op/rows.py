@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.formula.dtypes import short
+from fxpass.formula.dtypes import dtype_name
 from fxpass.kernels.call import Launch, gpu_for_listing, launches
-from fxpass.op.row_chunks import operands_of, planned_for, prepared, run
+from fxpass.op.row_chunks import formula_operands, loop_plan, prepared, run_loop
 from fxpass.plan.choice import Choice
 from fxpass.plan.regions import RegionPlan
 from fxpass.region.loop import Loop
@@ -42,18 +42,18 @@ def rows(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
         text: of a :class:`fxpass.region.loop.Loop`.
 
     Returns:
-        its results: of rows ``[N, ...]``; sums in the dtype of the text, wide ones at least in f32.
+        its results: of rows ``[N, ...]``; sums in the dtype of the text, or at least in f32.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit the text, or it is none of a loop.
+        ValueError: shapes, dtypes or devices do not fit the text, or the text is none of a loop.
     """
-    found = _OPERATOR(tensors, text)
-    return found[: len(Loop.parse(text).results)]
+    results = _OPERATOR(tensors, text)
+    return results[: len(Loop.parse(text).results)]
 
 
 def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The sizes by the names that the text has for them; ``ValueError`` for tensors of other
-    shapes, dtypes or devices."""
+    """The sizes by their names in the text; ``ValueError`` for tensors of other shapes, dtypes or
+    devices."""
     if len(tensors) != len(loop.inputs):
         raise ValueError(f"{NAME} needs {len(loop.inputs)} tensors, got {len(tensors)}")
     if len(devices := {t.device for t in tensors}) > 1:
@@ -66,13 +66,13 @@ def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
             needed = sizes.setdefault(needed, size) if isinstance(needed, str) else needed
             fits = fits and bool(size == needed)
         if not fits:
-            known = Input(wanted.dtype, tuple(sizes.get(s, s) for s in wanted.shape))  # pyright: ignore
-            got = f"{short(tensor.dtype)}{list(tensor.shape)}"
-            raise ValueError(f"{NAME} needs {known} as tensor {i}, got {got}")
+            needed_input = Input(wanted.dtype, tuple(sizes.get(s, s) for s in wanted.shape))  # pyright: ignore
+            got = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            raise ValueError(f"{NAME} needs {needed_input} as tensor {i}, got {got}")
     return sizes
 
 
-class Listed(NamedTuple):
+class CallDescription(NamedTuple):
     """The description of a call, for a report.
 
     Attributes:
@@ -86,22 +86,22 @@ class Listed(NamedTuple):
     launches: tuple[Launch, ...] = ()
 
 
-def listed(tensors: Sequence[Tensor], text: str) -> Listed:
-    """How a call runs; ``tensors`` need no data."""
+def describe_call(tensors: Sequence[Tensor], text: str) -> CallDescription:
+    """The description of a call; ``tensors`` need no data."""
     sizes = _sizes(Loop.parse(text), tensors)
     device = tensors[0].device
     loop = prepared(text, device)
     if loop.formula is None:
-        return Listed(None, planned_for(loop, tensors, sizes))
-    operands = operands_of(loop, tensors, sizes)
+        return CallDescription(None, loop_plan(loop, tensors, sizes))
+    operands = formula_operands(loop, tensors, sizes)
     spec = loop.formula.spec
     n, d = operands.x.shape
     choice = loop.formula.choice(n, d, len(operands.weight), device)
-    return Listed(choice, None, launches(spec, operands, gpu_for_listing(device)))
+    return CallDescription(choice, None, launches(spec, operands, gpu_for_listing(device)))
 
 
-def warm(text: str, device: torch.device) -> tuple[str, ...]:
-    """Compiles what a call runs before it runs; the names of the kernels."""
+def compile_ahead(text: str, device: torch.device) -> tuple[str, ...]:
+    """Compiles the function of a loop before a call runs it; returns the names of the kernels."""
     loop = prepared(text, device)
     if loop.formula is not None:
         return ()
@@ -111,23 +111,23 @@ def warm(text: str, device: torch.device) -> tuple[str, ...]:
 
 def _run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     sizes = _sizes(Loop.parse(text), tensors)
-    return _several(run(prepared(text, tensors[0].device), tensors, sizes), tensors[0])
+    return _at_least_two(run_loop(prepared(text, tensors[0].device), tensors, sizes), tensors[0])
 
 
 def _fake(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     loop = Loop.parse(text)
     sizes = _sizes(loop, tensors)
     new = tensors[0].new_empty
-    found = [
-        new([sizes[s] if isinstance(s, str) else s for s in result.shape], dtype=loop.dtype(i))
+    results = [
+        new(result.actual_shape(sizes), dtype=loop.dtype(i))
         for i, result in enumerate(loop.results)
     ]
-    return _several(found, tensors[0])
+    return _at_least_two(results, tensors[0])
 
 
-def _several(found: list[Tensor], like: Tensor) -> list[Tensor]:
+def _at_least_two(results: list[Tensor], like: Tensor) -> list[Tensor]:
     """At least two tensors: code of Inductor's cpp_wrapper reads a list of one as a tensor."""
-    return found if len(found) > 1 else [*found, like.new_empty(0)]
+    return results if len(results) > 1 else [*results, like.new_empty(0)]
 
 
 _LIBRARY = torch.library.Library("fxpass", "FRAGMENT")

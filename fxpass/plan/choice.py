@@ -3,8 +3,8 @@
 In: sizes, dtype, device and spec of a call. Out: a line::
 
     >>> spec = Reductions((), gradients=("x", "weight"), total=("pick",))
-    >>> of_call = 2048, 512, 32000, torch.float32, torch.device("cpu"), spec
-    >>> Choice("the gradients are computed with the outputs", *of_call).strategy
+    >>> cpu = torch.device("cpu")
+    >>> Choice("it has a total", 2048, 512, 32000, torch.float32, cpu, spec).strategy
     'chunked'
 
 :mod:`fxpass.plan.plan` plans the rows and classes when the call runs.
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from fxpass.formula.reductions import Reductions
-from fxpass.plan.plan import Plan, budget, plan, size
+from fxpass.plan.budget import scratch_budget, size_text
+from fxpass.plan.plan import Plan, plan_head
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Choice:
     @property
     def allowed(self) -> int:
         """The operator's budget in bytes."""
-        return budget(self.n, self.v, self.dtype, self.device, self.spec.memory_mb)
+        return scratch_budget(self.n, self.v, self.dtype, self.device, self.spec.memory_mb)
 
     @property
     def logits(self) -> int:
@@ -52,19 +53,27 @@ class Choice:
 
     def plan(self) -> Plan:
         """The plan of the run that computes the gradients, or of forward if there are none."""
-        sizes = self.n, self.d, self.v, self.dtype, self.device
-        return plan(*sizes, self.spec, False, bool(self.spec.gradients))
+        return plan_head(
+            n=self.n,
+            d=self.d,
+            v=self.v,
+            dtype=self.dtype,
+            device=self.device,
+            spec=self.spec,
+            scaled=False,
+            backward=bool(self.spec.gradients),
+        )
 
     def __str__(self) -> str:
         """One line, as ``explain`` prints it."""
-        found = self.plan()
-        at_a_time = f"{found.rows} rows at a time"
-        if found.strategy == "tiled" or found.in_place:
-            at_a_time = f"{found.rows} rows and {found.classes} classes at a time"
-        parts = [f"{size(found.scratch)} of scratch"]
-        parts += [f"{size(found.sums)} of f32 sums"] * bool(found.sums)
-        parts += [f"{-(-self.n // found.rows)} chunks are added up in bf16"] * found.rounded
-        place = ", the logits in the weight's gradient" * found.in_place
+        plan = self.plan()
+        at_a_time = f"{plan.rows} rows at a time"
+        if plan.strategy == "tiled" or plan.in_place:
+            at_a_time = f"{plan.rows} rows and {plan.classes} classes at a time"
+        parts = [f"{size_text(plan.scratch)} of scratch"]
+        parts += [f"{size_text(plan.sums)} of f32 sums"] * bool(plan.sums)
+        parts += [f"{-(-self.n // plan.rows)} chunks are added up in bf16"] * plan.rounded
+        place = ", the logits in the weight's gradient" * plan.in_place
         traced = f"; for {self.n} rows, as traced" if self.symbolic else ""
         return (
             f"strategy: {self.strategy}, {at_a_time}{place}: {', '.join(parts)}; "

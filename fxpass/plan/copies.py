@@ -1,11 +1,11 @@
 """Counts the copies of a block of logits that exist beside it at once.
 
-In: a computation. Out: the number of its temporaries of the size of a block, which the plan of its
-rows and classes pays for::
+In: a computation. Out: the number of its temporaries of the size of a block, for the plan of rows
+and classes::
 
-    >>> of(Reductions(("pick",), gradients=("x",)), scaled=False, backward=True)
+    >>> block_copies(Reductions(("pick",), gradients=("x",)), scaled=False, backward=True)
     0
-    >>> of(Reductions(("pick", Moment(1, 1))), scaled=False, backward=False)
+    >>> block_copies(Reductions(("pick", Moment(1, 1))), scaled=False, backward=False)
     2
 """
 
@@ -20,14 +20,14 @@ import sympy
 from fxpass.formula import expression
 from fxpass.formula.expression import Z, given_in
 from fxpass.formula.outputs import TOTAL, Moment, Output, of_one_softmax
-from fxpass.formula.reductions import Reductions, raw
+from fxpass.formula.reductions import Reductions, raw_moments
 
 
 @functools.lru_cache(maxsize=1024)
-def of(spec: Reductions, scaled: bool, backward: bool) -> int:
+def block_copies(spec: Reductions, scaled: bool, backward: bool) -> int:
     """Copies of a block of logits that :mod:`fxpass.aten.reductions` needs at once; ``scaled``:
     rows have a scale; ``backward``: this run computes the gradients of the spec."""
-    rounded = int(spec.ranks)  # of 16 bits
+    rounded = int(spec.rounds_logits)  # of 16 bits
     if not (backward and spec.gradients):
         return max(rounded, _of_sums(spec, scaled, keep=False))
     if not spec.total:
@@ -41,11 +41,11 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     read = (*spec.outputs, *spec.total)
     transformed = int(spec.transform != Z)
     value = _of_expression(spec.transform)
-    moments = raw(read)
+    moments = raw_moments(read)
     # the terms of a sum, or the powers of one; its weights, and their product
     terms = int(keep or moments not in ((), (TOTAL,)))
     terms += terms and any(moment.b > 0 for moment in moments)
-    if spec.weights:
+    if spec.weight_positions:
         terms = 3
     return max(value, transformed + scaled, max(transformed, scaled) + terms)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpass.formula.dtypes import compute_dtype, short
+from fxpass.formula.dtypes import compute_dtype, dtype_name
 
 # Values of oneDNN's limit (ONEDNN_MAX_CPU_ISA) that allow bf16 instructions.
 _HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
@@ -27,7 +27,7 @@ _NOTHING = contextlib.nullcontext()
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the triton package is installed."""
+    """Tells if the triton package is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -41,7 +41,7 @@ def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, s
     """The name of the implementation that runs on a device, and the reason in one line."""
     if device.type == "cpu":
         multiplied, why = _multiplied_by_cpu(dtype)
-        return "aten", f"ATen multiplies {short(dtype)} in {short(multiplied)}: {why}"
+        return "aten", f"ATen multiplies {dtype_name(dtype)} in {dtype_name(multiplied)}: {why}"
     if device.type != "cuda":
         return "aten", f"ATen runs on {device.type}; the Triton kernels need CUDA or HIP"
     if not has_triton():
@@ -94,7 +94,7 @@ def _multiplied_by_cpu(dtype: torch.dtype) -> tuple[torch.dtype, str]:
             return torch.float32, "AVX512-BF16 is slower than f32 on Intel's processors without AMX"
         if cpu.get("architecture") == "aarch64" and cpu.get("bf16"):
             return dtype, "ARM's BFMMLA multiplies bf16"
-    return torch.float32, f"nothing multiplies {short(dtype)} faster"
+    return torch.float32, f"nothing multiplies {dtype_name(dtype)} faster"
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -1,15 +1,15 @@
-"""Plans how many rows a chunk of a row region has, and the classes of its products.
+"""Plans the rows of a chunk of a loop over any function of rows, and the classes of its products.
 
-In: the sizes of the region's heads, and the bytes that one row takes. Out: a :class:`RegionPlan`
+In: the sizes of the loop's heads, and the bytes that one row takes. Out: a :class:`RegionPlan`
 within the budget. Like :mod:`fxpass.plan.plan` it measures nothing, and runs at every call::
 
     >>> cpu, f32 = torch.device("cpu"), torch.float32
     >>> head = HeadSizes(256, 32000, f32, f32, False)
-    >>> plan(2048, (head,), 3 * 4 * 32000, cpu)  # 2048 rows that take three times their logits
+    >>> plan_region(2048, (head,), 3 * 4 * 32000, cpu)  # a row takes three times its logits
     RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0, rounded=False)
 
-The rules are those of :mod:`fxpass.plan.plan`: :func:`rows_of_chunk` and
-:func:`classes_of_product`, where the heads take turns.
+The rules are those of :mod:`fxpass.plan.parts`: :func:`rows_of_chunk` and
+:func:`classes_of_product`. The heads are computed one after the other.
 """
 
 from __future__ import annotations
@@ -19,30 +19,27 @@ from typing import NamedTuple
 import torch
 
 from fxpass.formula.dtypes import compute_dtype
-from fxpass.plan.plan import (
+from fxpass.plan.budget import scratch_budget
+from fxpass.plan.parts import (
     ALIGNMENT,
-    CPU_TILE,
-    FEW_BYTES,
     LEAST,
-    LEAST_ROWS,
-    MOST_ROUNDED,
-    budget,
     classes_of_product,
-    few_parts,
-    parts,
+    few_part_size,
+    part_size,
     rows_of_chunk,
 )
+from fxpass.plan.plan import CPU_TILE, FEW_BYTES, LEAST_ROWS, MOST_ROUNDED
 
 
 class HeadSizes(NamedTuple):
-    """A head of a region: x ``[n, d]``, weight ``[v, d]``, and which dtypes its products have."""
+    """A head of a loop: x ``[n, d]``, weight ``[v, d]``, and the dtypes of its products."""
 
     d: int
     v: int
     dtype: torch.dtype  # of the operands and the logits
-    multiplied: torch.dtype  # in which operands are multiplied
+    product_dtype: torch.dtype  # in which operands are multiplied
     trained: bool  # whether the run computes the weight's gradient
-    wide: bool = False  # whether this gradient leaves as wide as it is added up
+    unrounded: bool = False  # whether this gradient leaves in the dtype of its sums
 
 
 class RegionPlan(NamedTuple):
@@ -55,7 +52,7 @@ class RegionPlan(NamedTuple):
     rounded: bool = False  # whether a few chunks add these gradients up in bf16
 
 
-def plan(
+def plan_region(
     n: int,
     heads: tuple[HeadSizes, ...],
     row_bytes: int,
@@ -65,8 +62,8 @@ def plan(
 ) -> RegionPlan:
     """The plan of a run over ``n`` rows.
 
-    ``row_bytes`` is what a row of all heads' logits, their gradients and the temporaries of the
-    row function take at a time; ``memory_mb`` is the user's budget (0: the default);
+    ``row_bytes`` are the bytes that a row of all heads' logits, their gradients and the temporaries
+    of the function take at a time; ``memory_mb`` is the user's budget (0: the default);
     ``accumulate`` is as of :class:`fxpass.formula.reductions.Reductions`. The scratch is within the
     budget, unless the smallest chunk is larger, or few larger ones need no f32 sums."""
     n = max(1, n)
@@ -74,8 +71,8 @@ def plan(
     v = max(1, sum(head.v for head in heads))
     dtypes = [torch.float32, *(compute_dtype(head.dtype) for head in heads)]
     widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-    # a budget grows with the logits: here with all that a row needs
-    allowed = budget(n, max(v, row_bytes // widest.itemsize), widest, device, memory_mb)
+    # a budget grows with the logits: here with all bytes of a row
+    allowed = scratch_budget(n, max(v, row_bytes // widest.itemsize), widest, device, memory_mb)
     sums = sum(map(_sums, heads))
     # the user's budget includes the sums
     beside_sums = max(allowed // 4, allowed - sums * by_user)
@@ -85,16 +82,17 @@ def plan(
     row = max(1, row_bytes + sum(map(_beside, heads)))
     most = (beside_sums - share) // row
     if on_gpu and not by_user:  # a quarter of the rows, but enough for its GEMMs
-        most = min(most, max(few_parts(n), FEW_BYTES // row))
-    minimum = ("triton", LEAST) if on_gpu else ("aten", LEAST_ROWS)
-    rows = rows_of_chunk(n, v, row, most, sums, *minimum)
+        most = min(most, max(few_part_size(n), FEW_BYTES // row))
+    implementation = "triton" if on_gpu else "aten"
+    least = LEAST if on_gpu else LEAST_ROWS
+    rows = rows_of_chunk(n, v, row, most, sums, implementation, least)
     in_bf16 = all(head.dtype == torch.bfloat16 for head in heads if _sums(head))
     if on_gpu and sums and rows < n and accumulate == "auto" and in_bf16 and not tiled:
-        few = allowed // row if by_user else max(few_parts(n), FEW_BYTES // row)
-        larger = parts(n, max(few, LEAST), ALIGNMENT["triton"])
+        few = allowed // row if by_user else max(few_part_size(n), FEW_BYTES // row)
+        larger = part_size(n, max(few, LEAST), ALIGNMENT["triton"])
         gradients = sum(h.v * h.d * h.dtype.itemsize for h in heads if _sums(h))
-        of_sums = sums + max(rows * row, gradients)
-        fits = n <= MOST_ROUNDED * larger if by_user else larger * row + gradients <= of_sums
+        bytes_in_f32 = sums + max(rows * row, gradients)
+        fits = n <= MOST_ROUNDED * larger if by_user else larger * row + gradients <= bytes_in_f32
         if fits:
             return RegionPlan(larger, tuple(h.v for h in heads), larger * row, 0, larger < n)
     classes = tuple(_classes(head, rows, share, rows < n and not on_gpu) for head in heads)
@@ -103,36 +101,36 @@ def plan(
     return RegionPlan(rows, classes, rows * row + tiles, sums if rows < n else 0)
 
 
-def _copied(head: HeadSizes) -> bool:
-    return head.multiplied != head.dtype
+def _casts(head: HeadSizes) -> bool:
+    return head.product_dtype != head.dtype
 
 
 def _added(head: HeadSizes) -> int:
     """Bytes of the f32 sums of the weight's gradient, if products are narrower."""
-    wide = compute_dtype(head.dtype).itemsize
-    return head.v * head.d * wide if head.trained and head.dtype.itemsize < wide else 0
+    itemsize = compute_dtype(head.dtype).itemsize
+    return head.v * head.d * itemsize if head.trained and head.dtype.itemsize < itemsize else 0
 
 
 def _sums(head: HeadSizes) -> int:
     """Bytes of these sums, if the returned gradient is narrower."""
-    return 0 if head.wide else _added(head)
+    return 0 if head.unrounded else _added(head)
 
 
 def _beside(head: HeadSizes) -> int:
     """Bytes that a row takes beside its logits: the cast of x, the wide sum of its gradient."""
-    return 2 * head.d * head.multiplied.itemsize if _copied(head) else 0
+    return 2 * head.d * head.product_dtype.itemsize if _casts(head) else 0
 
 
 def _in_tiles(head: HeadSizes, several: bool) -> bool:
-    """Whether products have some classes at a time: their operands are cast, or ``several`` of them
-    are added to a wider sum."""
-    return _copied(head) or (several and _added(head) > 0)
+    """Tells if products have some classes at a time: their operands are cast, or ``several`` of
+    them are added to a wider sum."""
+    return _casts(head) or (several and _added(head) > 0)
 
 
 def _column(head: HeadSizes, rows: int) -> int:
     """Bytes of a class of a product: the cast logits and weight, the product of its gradient."""
-    return head.multiplied.itemsize * (
-        rows * _copied(head) + head.d * (_copied(head) + head.trained)
+    return head.product_dtype.itemsize * (
+        rows * _casts(head) + head.d * (_casts(head) + head.trained)
     )
 
 

@@ -4,12 +4,12 @@ In: a graph of a loop and a device. Out: a :class:`RowFunction`, which takes lis
 
     >>> lines = ["%0 = input float32[n, 3]", "%1 = aten.amax.default(%0, [1])", "return %1"]
     >>> graph = graph_of(lines)
-    >>> run = RowFunction(graph, torch.device("cpu"), compiled=False)
-    >>> run([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
+    >>> function = RowFunction(graph, torch.device("cpu"), compiled=False)
+    >>> function([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
     [tensor([3.])]
 
-Each graph is compiled once in a process, when it first runs or when it is asked for, for any number
-of rows. What Inductor writes goes into its own cache, where other processes find it.
+A graph is compiled once in a process, at its first run or when ``compiled`` is read, for any number
+of rows. Inductor's own cache has the code for other processes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from fxpass.formula.dtypes import LOW_PRECISION
-from fxpass.region.run import Fakes, Interpreter, apart, values_of
+from fxpass.region.run import Fakes, Interpreter, in_own_thread, values_of
 from fxpass.region.steps import Step, steps_of
 from fxpass.region.text import graph_of, is_on_ranks, results_of
 from fxpass.region.trace import EQUAL, traced
+from fxpass.releases.torch_2_12 import COMPARES_UNROUNDED
 
 __all__ = ["RowFunction", "graph_of"]
 log = logging.getLogger(__name__)
 
-# Rows of a chunk that Inductor has in mind when it chooses how to reduce; any other number runs.
+# The sizes for which Inductor chooses how to reduce; the code runs for others.
 ROWS = 512
 CLASSES = 32768
-# Roundings are those of eager: of 16-bit values, and without fused multiply-adds on GPUs. The rest
-# is what callers of torch.compile may have set, process-wide up to torch 2.11.
+# Roundings are those of eager: of 16-bit values, and without fused multiply-adds on GPUs. The other
+# options may have been set by callers of torch.compile, process-wide up to torch 2.11.
 _CONFIG = {
     "emulate_precision_casts": True,
     "compile_threads": 1,  # processes of a pool do not outlive a fork
@@ -59,19 +60,19 @@ class RowFunction:
         on_ranks = is_on_ranks(graph)  # collectives run in the order of the text on each rank
         self.steps = _steps(graph, device) if on_ranks and compiled else []
         compiled = compiled and not on_ranks
-        self.wanted = compiled and _available(device) and not _misrounded(graph, device)
+        self.compilable = compiled and _is_available(device) and not _misrounds(graph, device)
         self.inputs = [node.meta["input"] for node in graph.find_nodes(op="placeholder")]
         self.interpreter = Interpreter(graph, device)
         self.tried = False
-        self.found: _Compiled | None = None
+        self._code: _Compiled | None = None
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.steps:
             return self._in_steps(tensors)
         sizes = {
             name: size
-            for tensor, of in zip(tensors, self.inputs, strict=True)
-            for name, size in zip(of.shape, tensor.shape, strict=True)
+            for tensor, given in zip(tensors, self.inputs, strict=True)
+            for name, size in zip(given.shape, tensor.shape, strict=True)
             if isinstance(name, str)
         }
         tensors[:] = [t.contiguous() for t in tensors]
@@ -87,34 +88,34 @@ class RowFunction:
         tensors.clear()
         results = results_of(self.interpreter.graph)
         for i, (step, function) in enumerate(self.steps):
-            made = function([values[node] for node in step.reads])
-            values |= dict(zip(step.makes, made, strict=True))
-            later = {node for other, _ in self.steps[i + 1 :] for node in other.reads}
-            values = {n: value for n, value in values.items() if n in later or n in results}
+            computed = function([values[node] for node in step.inputs])
+            values |= dict(zip(step.results, computed, strict=True))
+            alive = {node for later, _ in self.steps[i + 1 :] for node in later.inputs}
+            values = {n: value for n, value in values.items() if n in alive or n in results}
         return [values[node] for node in results]
 
     @property
     def compiled(self) -> _Compiled | None:
         """The compiled graph, or None if it is interpreted."""
-        if not self.tried and self.wanted:
-            apart(self._compile)
-        return self.found
+        if not self.tried and self.compilable:
+            in_own_thread(self._compile)
+        return self._code
 
     @property
     def compiles(self) -> bool:
-        """Whether the graph is compiled, as far as is known."""
-        return self.wanted and (self.found is not None or not self.tried)
+        """Is true unless the graph is interpreted, or Inductor has failed."""
+        return self.compilable and (self._code is not None or not self.tried)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of the compiled graph's kernels; none if it is not compiled by now."""
-        return self.found.kernels if self.found is not None else ()
+        """The names of the compiled graph's kernels; none if it is not compiled yet."""
+        return self._code.kernels if self._code is not None else ()
 
     def _compile(self) -> None:
-        if self.tried:  # another thread asked before
+        if self.tried:  # by another thread
             return
         try:
-            self.found = _Compiled(self.interpreter, self.inputs)
+            self._code = _Compiled(self.interpreter, self.inputs)
         except Exception as error:
             log.debug("not compiled", exc_info=True)
             if not _warned:
@@ -129,7 +130,7 @@ class RowFunction:
 
 
 def _steps(graph: fx.Graph, device: torch.device) -> list[tuple[Step, RowFunction]]:
-    """The functions between and in collectives; none if a value cannot be handed on."""
+    """The functions of collectives and between them; none if a value cannot be handed on."""
     try:
         steps = steps_of(graph)
         return [(s, RowFunction(s.graph, device, not is_on_ranks(s.graph))) for s in steps]
@@ -138,18 +139,15 @@ def _steps(graph: fx.Graph, device: torch.device) -> list[tuple[Step, RowFunctio
         return []
 
 
-def _available(device: torch.device) -> bool:
+def _is_available(device: torch.device) -> bool:
     module = getattr(torch, device.type, None)
     return module is not None and module.is_available()
 
 
-def _misrounded(graph: fx.Graph, device: torch.device) -> bool:
-    """Whether Inductor would compare values of 16 bits with values that it did not round.
-
-    Up to torch 2.12, its C++ reads what it casts to 16 bits as it was before
-    (https://github.com/pytorch/pytorch/issues/185337): no logit would be the largest.
-    """
-    if device.type != "cpu" or torch.__version__ >= "2.13":
+def _misrounds(graph: fx.Graph, device: torch.device) -> bool:
+    """Tells if Inductor would compare 16-bit values with values that it did not round: no logit
+    would be the largest."""
+    if device.type != "cpu" or not COMPARES_UNROUNDED:
         return False
     values = values_of(graph)
     read = [n for node in graph.nodes if node.target in EQUAL for n in node.all_input_nodes]
@@ -157,7 +155,7 @@ def _misrounded(graph: fx.Graph, device: torch.device) -> bool:
 
 
 class _Compiled:
-    """Inductor's code for a graph, and the conditions under which it is right."""
+    """Inductor's code for a graph, and the conditions under which the code is right."""
 
     def __init__(self, interpreter: Interpreter, inputs: list[Any]) -> None:
         from torch._inductor import config
@@ -179,7 +177,7 @@ class _Compiled:
             with tracing(TracingContext(self.fakes.mode)):
                 self.run: Any = compile_fx_inner(module, self.fakes.tensors, is_inference=True)
         self.fakes.check(probes=())
-        self.known: dict[tuple[int, ...], bool] = {}
+        self._holds: dict[tuple[int, ...], bool] = {}
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -188,12 +186,12 @@ class _Compiled:
         return tuple(dict.fromkeys(_KERNEL.findall(source)))
 
     def holds(self, sizes: dict[str, int]) -> bool:
-        """Whether the conditions that Inductor found, such as 32-bit indices, are met."""
+        """Tells if sizes meet the conditions that Inductor found, such as 32-bit indices."""
         key = tuple(sizes.values())
-        if key not in self.known:
+        if key not in self._holds:
             at = {self.fakes.sizes[name].node.expr: size for name, size in sizes.items()}
-            self.known[key] = all(guard.expr.subs(at) for guard in self.fakes.env.guards)
-        return self.known[key]
+            self._holds[key] = all(guard.expr.subs(at) for guard in self.fakes.env.guards)
+        return self._holds[key]
 
 
 def _scatter(x: Any, dim: int, index: Any, src: Any, add: bool = False) -> Any:

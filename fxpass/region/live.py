@@ -1,7 +1,7 @@
-"""Bytes that a graph of a region keeps for each row at the worst moment.
+"""Bytes that a graph of a region has allocated for each row at its worst moment.
 
-In: a graph, and whether Inductor compiles it. Out: bytes, counted on the graph alone, so that they
-are the same on every machine::
+In: a graph, and whether Inductor compiles it. Out: bytes, counted on the graph alone: they are the
+same on every machine::
 
     >>> lines = ["%0 = input float32[n, 1000]", "%1 = aten.exp.default(%0)"]
     >>> lines += ["%2 = aten.sum.dim_IntList(%1, [1])", "return %2"]
@@ -20,36 +20,36 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.formula.dtypes import LOW_PRECISION
-from fxpass.region.run import GraphValues, is_view, makes, values_of
+from fxpass.region.run import GraphValues, is_factory, is_view, values_of
 from fxpass.region.text import graph_of, results_of
 
 __all__ = ["graph_of", "row_bytes"]
 
 aten: Any = torch.ops.aten
 
-# Inductor reads these where they are used, as it does pointwise operations and views ...
+# Inductor computes these where they are read, like pointwise operations and views ...
 _FUSED = {aten._to_copy, aten.gather, aten.index, aten.clone, aten.where, aten.masked_fill}
 _FUSED |= {aten.full_like, aten.zeros_like, aten.ones_like, aten.new_zeros, aten.new_full}
 _FUSED |= {aten.new_ones, aten.fill}
-# ... and what these read is not written first
+# ... and does not write the operands of these
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.max}
 _REDUCTIONS |= {aten.min, aten.any, aten.all, aten.prod, aten.var, aten.var_mean, aten.std}
-# a value of one of these that is read twice is written on CPUs, see mark_reuse in Inductor's ir.py
+# on CPUs, Inductor writes a value of these that is read twice: mark_reuse in its ir.py
 _COSTLY = {aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh}
 _COSTLY |= {aten._softmax_backward_data, aten.expm1, aten.logaddexp, aten.softplus, aten.elu}
-# more are not computed again, config.realize_*_threshold
+# beyond these counts, Inductor writes a value: config.realize_*_threshold
 _MOST_READS = 4
 _MOST_OPERATIONS = 30
 _SCATTERS = {aten.scatter, aten.scatter_add}  # fused if a row has one index: compile.py
-# they copy what they sort
+# they copy their operand
 _COPIES = {aten.sort, aten.topk, aten.median, aten.kthvalue, aten.mode, aten.argsort}
 
 
 def row_bytes(graph: Graph, heads: int, compiled: bool) -> int:
-    """Bytes of a row: the heads' logits, which are the first inputs, and all that is computed.
+    """Bytes of a row: the heads' logits, which are the first inputs, and all computed values.
 
-    Operands and what comes from forward are not scratch, and not counted. Compiled code is counted
-    from above: Inductor may fuse more than is assumed.
+    Other inputs are not scratch, and not counted. For compiled code, the count is an upper bound:
+    Inductor may fuse more than is assumed.
     """
     values = values_of(graph)
     nodes = list(graph.nodes)
@@ -57,9 +57,9 @@ def row_bytes(graph: Graph, heads: int, compiled: bool) -> int:
     owner = {node: _owner(node) for node in nodes}
     size = {node: _bytes(node, values) if owner[node] is node else 0 for node in nodes}
     written = _written(graph, values, owner) if compiled else set(nodes)
-    if compiled:  # Inductor may keep 16-bit values as the float32 that they are computed in
-        kept = set(nodes) - set(results_of(graph)) - set(graph.find_nodes(op="placeholder"))
-        low = [n for n in kept if n in values.tensors and values.dtype(n) in LOW_PRECISION]
+    if compiled:  # Inductor may store 16-bit values in float32, in which it computes them
+        inner = set(nodes) - set(results_of(graph)) - set(graph.find_nodes(op="placeholder"))
+        low = [n for n in inner if n in values.tensors and values.dtype(n) in LOW_PRECISION]
         size |= {n: 2 * size[n] for n in low}
     last = dict.fromkeys(nodes, 0)  # the place of the last reader, fused operations skipped
     for node in reversed(nodes):
@@ -72,7 +72,7 @@ def row_bytes(graph: Graph, heads: int, compiled: bool) -> int:
     placeholders = graph.find_nodes(op="placeholder")
     for node in nodes:
         if node in placeholders[:heads]:
-            change[0] += size[node]  # the caller keeps them
+            change[0] += size[node]  # alive in the caller
         elif node.op == "call_function" and node in written:
             change[at[node]] += size[node]
             change[max(last[node], at[node]) + 1] -= size[node]
@@ -97,9 +97,9 @@ def _owner(node: Node) -> Node:
 
 
 def _bytes(node: Node, values: GraphValues) -> int:
-    """Bytes of a row of what a node computes."""
-    found = values.results.get(node)
-    tensors = found if isinstance(found, (tuple, list)) else [found]
+    """Bytes of a row of a node's value."""
+    value = values.results.get(node)
+    tensors = value if isinstance(value, (tuple, list)) else [value]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return sum(values.width_of(t) * t.element_size() for t in tensors)
 
@@ -119,8 +119,8 @@ def _casts(node: Node, values: GraphValues, compiled: bool) -> int:
 
 
 def _fused(node: Node, values: GraphValues) -> bool:
-    """Whether Inductor computes a value where it is read."""
-    if _packet(node) in _FUSED or node.target is operator.getitem or makes(node.target):
+    """Tells if Inductor computes a value where it is read."""
+    if _packet(node) in _FUSED or node.target is operator.getitem or is_factory(node.target):
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # a size
@@ -138,7 +138,9 @@ def _written(graph: Graph, values: GraphValues, owner: dict[Node, Node]) -> set[
     costly: dict[Node, bool] = {}
     for node in graph.nodes:
         if node.op != "call_function":
-            reads[node], count[node], costly[node] = {node}, 0, False
+            reads[node] = {node}
+            count[node] = 0
+            costly[node] = False
             continue
         before = node.all_input_nodes
         if not _fused(node, values):

@@ -1,8 +1,8 @@
 """A loop over rows as text: a function of a chunk of rows, and which of its results are summed.
 
-In: a text. Out: a ``Loop``, and the same text again. The inputs of ``rows`` have rows first, and so
-do the results that are not in ``sums``; those are added up over the chunks. Results have the dtype
-of the graph, ``wide`` ones that in which they are added up or multiplied::
+In: a text. Out: a ``Loop``, and the same text. The inputs of ``rows`` have rows first. The results
+of ``sums`` are added up over the chunks; others have rows first. Results have the dtype of the
+graph, but those of ``wide`` the dtype in which they are added up or multiplied::
 
     >>> text = '''rows rows=0,1 sums=1 wide= memory_mb=0 compiled=1
     ... %0 = input float32[n, 5]
@@ -19,7 +19,7 @@ of the graph, ``wide`` ones that in which they are added up or multiplied::
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -40,10 +40,10 @@ class Loop:
     """The computation of ``fxpass::rows``.
 
     Attributes:
-        rows: the inputs that have rows, in ascending order; the others are the same for all rows.
+        rows: the inputs that have rows, in ascending order; others are the same for all rows.
         sums: the results that are added up over the chunks.
         graph: of a chunk of ``n`` rows.
-        wide: the results that are returned as they are computed: f32 for 16 bits.
+        unrounded: the results that are returned in the dtype of sums: f32 for 16 bits.
         memory_mb: the user's budget in MiB; 0 is the default.
         compiled: whether Inductor compiles the function of rows; else it is interpreted.
         accumulate: as of :class:`fxpass.formula.reductions.Reductions`.
@@ -52,14 +52,14 @@ class Loop:
     rows: tuple[int, ...]
     sums: tuple[int, ...]
     graph: Graph
-    wide: tuple[int, ...] = ()
+    unrounded: tuple[int, ...] = ()
     memory_mb: int = 0
     compiled: bool = True
     accumulate: str = "auto"
 
     def text(self) -> str:
         """The text that ``parse`` reads."""
-        numbers = (",".join(map(str, some)) for some in (self.rows, self.sums, self.wide))
+        numbers = (",".join(map(str, some)) for some in (self.rows, self.sums, self.unrounded))
         head = "rows rows={} sums={} wide={}".format(*numbers)
         head += f" memory_mb={self.memory_mb} compiled={int(self.compiled)}"
         head += " accumulate=float32" if self.accumulate == "float32" else ""
@@ -82,7 +82,7 @@ class Loop:
 
     @cached_property
     def on_ranks(self) -> bool:
-        """Whether chunks have collectives, so that all ranks have to take the same rows."""
+        """Is true if chunks have collectives, so that all ranks have to run the same rows."""
         return is_on_ranks(self.graph)
 
     @cached_property
@@ -93,7 +93,7 @@ class Loop:
     def dtype(self, i: int) -> torch.dtype:
         """The dtype in which a result leaves the loop."""
         dtype = self.results[i].dtype
-        return compute_dtype(dtype) if i in self.wide else dtype
+        return compute_dtype(dtype) if i in self.unrounded else dtype
 
 
 @lru_cache(maxsize=1024)
@@ -101,15 +101,21 @@ def _parse(text: str) -> Loop:
     head, *lines = text.split("\n")
     if not (match := _HEAD.fullmatch(head)):
         raise ValueError(f"{head[:200]!r} does not say which inputs have rows")
-    *some, memory_mb, compiled, wide_sums = match.groups()
-    rows, sums, wide = (tuple(int(i) for i in found.split(",") if i) for found in some)
-    loop = Loop(rows, sums, graph_of(lines), wide, int(memory_mb), compiled == "1")
-    loop = replace(loop, accumulate="float32" if wide_sums else "auto")
+    rows, sums, unrounded = (tuple(int(i) for i in match[k].split(",") if i) for k in (1, 2, 3))
+    loop = Loop(
+        rows,
+        sums,
+        graph_of(lines),
+        unrounded,
+        memory_mb=int(match[4]),
+        compiled=match[5] == "1",
+        accumulate="float32" if match[6] else "auto",
+    )
     count = len(results_of(loop.graph))
     for name, numbers, allowed in (
         ("rows", rows, range(len(loop.inputs))),
         ("sums", sums, range(count)),
-        ("wide", wide, range(count)),
+        ("wide", unrounded, range(count)),
     ):
         if list(numbers) != sorted(set(numbers) & set(allowed)):
             raise ValueError(f"{name}={numbers} is not ascending or not of {list(allowed)}")

@@ -1,10 +1,10 @@
-"""Runs the graph of a region, an operation at a time, on tensors of any kind; fake ones as well.
+"""Runs the graph of a region, an operation at a time, on real or fake tensors.
 
-In: a graph and its inputs. Out: what it returns. A value is freed after its last reader::
+In: a graph and its inputs. Out: its results. A value is freed after its last reader::
 
     >>> lines = ["%0 = input float32[n, 3]", "%1 = aten.amax.default(%0, [1])", "return %1"]
-    >>> run = Interpreter(graph_of(lines), torch.device("cpu"))
-    >>> run([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
+    >>> interpreter = Interpreter(graph_of(lines), torch.device("cpu"))
+    >>> interpreter([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
     [tensor([3.])]
 """
 
@@ -27,14 +27,14 @@ from torch.fx.node import map_arg
 
 from fxpass.region.text import Input, graph_of, results_of
 
-__all__ = ["Fakes", "Interpreter", "apart", "graph_of", "values_of"]
+__all__ = ["Fakes", "Interpreter", "graph_of", "in_own_thread", "values_of"]
 
 _ROWS = 256  # of the fake values
 T = TypeVar("T")
 
 
 class Interpreter:
-    """Runs a graph; the tensors that it makes are on ``device``."""
+    """Runs a graph, whose new tensors are on ``device``."""
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.graph = graph
@@ -45,8 +45,9 @@ class Interpreter:
         for node in reversed(list(graph.nodes)):
             if node.op == "call_function":
                 last = [n for n in node.all_input_nodes if n not in read]
-                last += [node] * (node not in read)  # nobody reads it
-                self.steps.append((node, {"device": device} if makes(node.target) else {}, last))
+                last += [node] * (node not in read)  # an unread value
+                options = {"device": device} if is_factory(node.target) else {}
+                self.steps.append((node, options, last))
             read.update(node.all_input_nodes)
         self.steps.reverse()
 
@@ -54,20 +55,22 @@ class Interpreter:
         """The graph's results. The list of inputs is emptied: they are freed as values are."""
         values = dict(zip(self.given, tensors, strict=True))
         tensors.clear()
-        for node, more, last in self.steps:
-            values[node] = self.step(node, values, more)
+        for node, options, last in self.steps:
+            values[node] = self.step(node, values, options)
             for dead in last:
                 values.pop(dead, None)
         return [values[node] for node in results_of(self.graph)]
 
-    def step(self, node: Node, values: dict[Node, Any], more: dict[str, Any]) -> Any:
-        read = lambda arguments: map_arg(arguments, values.__getitem__)  # noqa: E731
+    def step(self, node: Node, values: dict[Node, Any], options: dict[str, Any]) -> Any:
+        """The value of a node."""
         target: Any = node.target
-        return target(*read(node.args), **(read(node.kwargs) | more))
+        args: Any = map_arg(node.args, values.__getitem__)
+        kwargs: Any = map_arg(node.kwargs, values.__getitem__)
+        return target(*args, **(kwargs | options))
 
 
-def makes(target: Any) -> bool:
-    """Whether an operation makes a tensor from numbers, on a device that it is told."""
+def is_factory(target: Any) -> bool:
+    """Tells if an operation makes a tensor from numbers, on a device that is an argument."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     kinds = {a.name: str(a.type) for a in target._schema.arguments}
@@ -75,8 +78,8 @@ def makes(target: Any) -> bool:
 
 
 class Fakes:
-    """Fake inputs of a region whose sizes are symbols, in a mode and a shape environment of their
-    own: ``tensors``, ``sizes`` by name, ``mode``, ``env``."""
+    """Fake ``tensors`` for the inputs of a region, in a ``mode`` and a shape environment ``env`` of
+    their own; their ``sizes``, by name, are symbols."""
 
     def __init__(
         self, inputs: Sequence[Input], hints: Mapping[str, int], device: torch.device
@@ -95,10 +98,10 @@ class Fakes:
         self.hints = {size.node.expr: hints[name] for name, size in self.sizes.items()}
         self.tensors = [self.tensor(i) for i in inputs]
 
-    def tensor(self, of: Input) -> torch.Tensor:
-        shape = [self.sizes[s] if isinstance(s, str) else s for s in of.shape]
+    def tensor(self, given: Input) -> torch.Tensor:
         with self.mode:
-            return torch.empty(shape, dtype=of.dtype, device=self.device)
+            shape = given.actual_shape(self.sizes)
+            return torch.empty(shape, dtype=given.dtype, device=self.device)
 
     def at_hints(self, size: Any) -> int:
         return int(size.node.expr.subs(self.hints))
@@ -111,14 +114,14 @@ class Fakes:
         """
         shape = []
         for size in tensor.shape:
-            known = size if isinstance(size, int) else self.symbols.get(size.node.expr)
-            if known is None:
+            name = size if isinstance(size, int) else self.symbols.get(size.node.expr)
+            if name is None:
                 raise ValueError(f"a result has the size {size}")
-            shape.append(known)
+            shape.append(name)
         return Input(tensor.dtype, tuple(shape))
 
     def check(self, probes: Sequence[int] = (2, 3, 64, 1_000_003)) -> None:
-        """Raises ValueError if what was run holds for some numbers of rows alone."""
+        """Raises ValueError if the operations that were run fit some numbers of rows only."""
         for expr in self.symbols:
             if expr in self.env.replacements:
                 name = self.symbols[expr]
@@ -132,18 +135,18 @@ class Fakes:
 
 
 class _Recorder(Interpreter):
-    """Keeps every value."""
+    """Records every value."""
 
     results: dict[Node, Any]
 
-    def step(self, node: Node, values: dict[Node, Any], more: dict[str, Any]) -> Any:
-        self.results[node] = super().step(node, values, more)
+    def step(self, node: Node, values: dict[Node, Any], options: dict[str, Any]) -> Any:
+        self.results[node] = super().step(node, values, options)
         return self.results[node]
 
 
 class GraphValues:
-    """Facts of the values of a graph: ``tensors`` are fake ones, ``rows`` those of them
-    that are [n, ...]."""
+    """Shapes and dtypes of the values of a graph: ``tensors`` are fake, ``rows`` are the nodes of
+    those that are [n, ...]."""
 
     def __init__(self, graph: Graph) -> None:
         inputs = [n.meta["input"] for n in graph.find_nodes(op="placeholder")]
@@ -152,14 +155,17 @@ class GraphValues:
         device = torch.device("cpu")
         self.graph = graph
         self.fakes = Fakes(inputs, hints, device)
-        run = _Recorder(graph, device)
-        self.results = run.results = dict(zip(run.given, self.fakes.tensors, strict=True))
+        recorder = _Recorder(graph, device)
+        self.results = dict(zip(recorder.given, self.fakes.tensors, strict=True))
+        recorder.results = self.results
         with self.fakes.mode, enable_python_dispatcher():  # composites in C++ fix sizes
-            run(list(self.fakes.tensors))
+            recorder(list(self.fakes.tensors))
         self.tensors = {n: v for n, v in self.results.items() if isinstance(v, torch.Tensor)}
-        self.rows = {n for n, v in self.tensors.items() if v.shape and self.name(v.shape[0]) == "n"}
+        self.rows = {
+            n for n, v in self.tensors.items() if v.shape and self.name_of_size(v.shape[0]) == "n"
+        }
 
-    def name(self, size: Any) -> str | None:
+    def name_of_size(self, size: Any) -> str | None:
         return None if isinstance(size, int) else self.fakes.symbols.get(size.node.expr)
 
     def described(self, node: Node) -> Input:
@@ -183,12 +189,12 @@ class GraphValues:
 
 @lru_cache(maxsize=64)
 def values_of(graph: Graph) -> GraphValues:
-    """The facts of a graph that nothing changes any more: several ask."""
-    return apart(lambda: GraphValues(graph))
+    """The shapes and dtypes of a graph, which must not change afterwards."""
+    return in_own_thread(lambda: GraphValues(graph))
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node returns a view of its first argument."""
+    """Tells if a node returns a view of its first argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
@@ -198,13 +204,13 @@ _workers: dict[int, ThreadPoolExecutor] = {}
 _NAME = "fxpass-region"
 
 
-def apart(function: Callable[[], T]) -> T:
-    """Runs ``function`` in a thread that runs nothing else, and returns or raises what it does.
+def in_own_thread(function: Callable[[], T]) -> T:
+    """Runs ``function`` in a thread of its own; returns its result, and raises its errors.
 
     The thread has neither the modes, the autocast nor the grad mode of the caller, no tracing
-    context of a graph that is compiled around it and, from torch 2.12 on, no configuration that
-    was patched for that graph. It is one for the whole process: calls run one after the other, and
-    torch 2.11 without a GPU crashes where a thread that had fake tensors has ended.
+    context of a graph that is compiled around the call and, from torch 2.12 on, no configuration
+    that was patched for that graph. A process has one such thread: calls run one after the other,
+    and torch 2.11 without a GPU crashes where a thread that had fake tensors has ended.
     """
     if threading.current_thread().name.startswith(_NAME):
         return function()

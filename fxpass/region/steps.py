@@ -1,4 +1,4 @@
-"""A function of rows with collectives, in steps: what is between two collectives is compiled.
+"""A function of rows with collectives, in steps: operations between two collectives are compiled.
 
 In: a graph. Out: its steps, in order; each is a graph from values of the steps before::
 
@@ -9,9 +9,8 @@ In: a graph. Out: its steps, in order; each is a graph from values of the steps 
     >>> [[str(node.target) for node in step.graph.nodes][-2] for step in steps]
     ['aten.amax.default', '_c10d_functional.wait_tensor.default', 'aten.sub.Tensor']
 
-Logits and what is computed of each of them are not handed from step to step, but computed again:
-that costs nothing in a kernel that reads the logits anyway. What relates the classes of a row is
-computed once.
+Pointwise values of the logits are not handed from step to step, but recomputed, which costs nothing
+in a kernel that reads the logits. Reductions over the classes of a row are computed once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 
 from fxpass.region.run import GraphValues, is_view, values_of
 from fxpass.region.text import graph_of, is_collective, results_of
-from fxpass.region.trace import between
+from fxpass.region.trace import subgraph
 
 __all__ = ["Step", "graph_of", "steps_of"]
 
@@ -39,13 +38,13 @@ class Step(NamedTuple):
     """Consecutive operations of a graph.
 
     Attributes:
-        graph: from ``reads`` to ``makes``.
-        reads, makes: nodes of the whole graph.
+        graph: from ``inputs`` to ``results``.
+        inputs, results: nodes of the whole graph.
     """
 
     graph: Graph
-    reads: tuple[Node, ...]
-    makes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    results: tuple[Node, ...]
 
 
 def steps_of(graph: Graph) -> list[Step]:
@@ -56,37 +55,35 @@ def steps_of(graph: Graph) -> list[Step]:
     """
     values = values_of(graph)
     calls = [n for n in graph.nodes if n.op == "call_function" and not _is_size(n, values)]
-    groups = [list(some) for _, some in groupby(calls, is_collective)]
-    place = {node: i for i, some in enumerate(groups) for node in some}
+    groups = [list(group) for _, group in groupby(calls, is_collective)]
+    place = {node: i for i, group in enumerate(groups) for node in group}
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = set(results_of(graph))
-    found = list[Step]()
+    steps = list[Step]()
     for i in reversed(range(len(groups))):
-        makes = [node for node in groups[i] if node in needed]
-        if not makes:
+        results = [node for node in groups[i] if node in needed]
+        if not results:
             continue
 
-        def handed(node: Node, now: int = i) -> bool:
+        def is_input(node: Node, now: int = i) -> bool:
             earlier = node in place and place[node] < now
-            return node.op == "placeholder" or (earlier and _is_handed(node, values))
+            return node.op == "placeholder" or (earlier and _is_handed_on(node, values))
 
-        reads = sorted(_read(makes, handed), key=order.__getitem__)
-        needed.update(reads)
-        given = {n: n.meta.get("input") or values.described(n) for n in reads}
-        found.append(Step(between(graph, given, makes), tuple(reads), tuple(makes)))
-    return found[::-1]
+        inputs = sorted(_inputs_of(results, is_input), key=order.__getitem__)
+        needed.update(inputs)
+        given = {n: n.meta.get("input") or values.described(n) for n in inputs}
+        steps.append(Step(subgraph(graph, given, results), tuple(inputs), tuple(results)))
+    return steps[::-1]
 
 
 def _is_size(node: Node, values: GraphValues) -> bool:
-    """Whether a node gives a number; steps read sizes of tensors of their own."""
+    """Tells if a node gives a number; steps read sizes of their own tensors."""
     return not isinstance(values.results[node], torch.Tensor | list | tuple)
 
 
-def _is_handed(node: Node, values: GraphValues) -> bool:
-    """Whether later steps read a value, and do not compute it again."""
-    if node not in values.tensors:
-        return False
-    if is_view(node):
+def _is_handed_on(node: Node, values: GraphValues) -> bool:
+    """Tells if later steps read a value, and do not recompute it."""
+    if node not in values.tensors or is_view(node):
         return False
     narrow = node in values.rows and values.width(node) == 1
     cheap = torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -94,18 +91,18 @@ def _is_handed(node: Node, values: GraphValues) -> bool:
     return narrow or not cheap or any(map(is_collective, node.users))
 
 
-def _read(makes: Iterable[Node], handed: Callable[[Node], bool]) -> set[Node]:
-    """The values that some are computed from, of those that are handed on."""
+def _inputs_of(results: Iterable[Node], is_input: Callable[[Node], bool]) -> set[Node]:
+    """The inputs from which results are computed."""
     seen = set[Node]()
-    todo = list(makes)
-    found = set[Node]()
+    todo = list(results)
+    inputs = set[Node]()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        if handed(node):
-            found.add(node)
+        if is_input(node):
+            inputs.add(node)
         else:
             todo += node.all_input_nodes
-    return found
+    return inputs

@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.formula.dtypes import short
+from fxpass.formula.dtypes import dtype_name
 
 _DTYPES = ["float64", "float32", "bfloat16", "float16"]
 _DTYPES += ["int64", "int32", "int16", "int8", "uint8", "bool"]
@@ -36,16 +36,16 @@ _WORDS: dict[str, Any] = {
     name: getattr(torch, name) for name in (*_DTYPES, "contiguous_format", "preserve_format")
 } | {"inf": float("inf"), "nan": float("nan")}
 _NAMES = {value: name for name, value in _WORDS.items() if not isinstance(value, float)}
-# what the graph computes of sizes, such as of %3 = aten.sym_size.int(%0, 0)
-_OF_SIZES = {
+# arithmetic of sizes, such as of %3 = aten.sym_size.int(%0, 0)
+_SIZE_FUNCTIONS = {
     name: getattr(operator, name)
     for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge")
 } | {name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_not", "sym_ite")}
-_PREFIX = {function: f"size.{name}" for name, function in _OF_SIZES.items()}
+_SIZE_NAMES = {function: f"size.{name}" for name, function in _SIZE_FUNCTIONS.items()}
 _DEFAULT = {"layout": (None, torch.strided), "pin_memory": (None, False)}
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 _INDEX = ("aten.index.Tensor",)  # by integers; fake tensors refuse masks
-_PRIMS = ("fma", "rev")  # what decompositions of Inductor make
+_PRIMS = ("fma", "rev")  # made by Inductor's decompositions
 _ON_RANKS = "_c10d_functional"
 _COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
 _REFUSED = {
@@ -57,13 +57,22 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the row function: "n" stands for the rows, another word for another size."""
+    """An input of a function of rows: "n" is the number of rows, other words are other sizes."""
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"
+        return f"{dtype_name(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+    def actual_shape(self, sizes: Mapping[str, Any]) -> list[Any]:
+        """The shape, with ``sizes`` for their names."""
+        return [actual_size(size, sizes) for size in self.shape]
+
+
+def actual_size(size: int | str, sizes: Mapping[str, Any]) -> Any:
+    """A size of an input, from ``sizes`` by name."""
+    return sizes[size] if isinstance(size, str) else size
 
 
 def results_of(graph: Graph) -> list[Node]:
@@ -72,12 +81,12 @@ def results_of(graph: Graph) -> list[Node]:
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node exchanges values with other ranks, or waits for them."""
+    """Tells if a node exchanges values with other ranks, or waits for them."""
     return getattr(node.target, "namespace", "") == _ON_RANKS
 
 
 def is_on_ranks(graph: Graph) -> bool:
-    """Whether a graph has collectives: all ranks of a group have to run it in step."""
+    """Tells if a graph has collectives: all ranks of a group have to run it in step."""
     return any(map(is_collective, graph.nodes))
 
 
@@ -107,11 +116,11 @@ def _operation(node: Node, names: dict[Node, str]) -> str:
 
 
 def _name(target: Any) -> str:
-    name = str(target) if isinstance(target, torch._ops.OpOverload) else _PREFIX.get(target, "")
+    name = str(target) if isinstance(target, torch._ops.OpOverload) else _SIZE_NAMES.get(target, "")
     name = "getitem" if target is operator.getitem else name
     if not name:
         raise ValueError(f"a region has no {target}")
-    function(name)  # raises what reading the text would
+    operation_named(name)  # raises as reading the text would
     return name
 
 
@@ -130,15 +139,15 @@ def _print(value: Any, names: dict[Node, str]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def function(name: str) -> Callable[..., Any]:
-    """The operation of a name in a text.
+def operation_named(name: str) -> Callable[..., Any]:
+    """The operation that a text names.
 
     Raises:
-        ValueError: a name that is none of an operation that is functional and not random.
+        ValueError: no such operation, or one that writes or is random.
     """
     kind, _, rest = name.partition(".")
-    if name == "getitem" or (kind == "size" and rest in _OF_SIZES):
-        return _OF_SIZES.get(rest, operator.getitem)
+    if name == "getitem" or (kind == "size" and rest in _SIZE_FUNCTIONS):
+        return _SIZE_FUNCTIONS.get(rest, operator.getitem)
     packet, _, overload = rest.partition(".")
     found: Any = getattr(torch.ops.aten, packet, None) if kind == "aten" else None
     if kind == "prims" and packet in _PRIMS:
@@ -193,7 +202,7 @@ def _node(line: str, nodes: list[Node], graph: Graph) -> Node:
         shape = tuple(int(s) if s.isdecimal() else s for s in sizes)
         node.meta["input"] = Input(_WORDS[match[2]], shape)
         return node
-    called = function(match[4])
+    called = operation_named(match[4])
     call: Any = ast.parse(f"f({re.sub('%', '_', match[5])})", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError("no call")
@@ -208,7 +217,7 @@ def _node(line: str, nodes: list[Node], graph: Graph) -> Node:
 
 
 def _value(tree: ast.expr, nodes: list[Node]) -> Any:
-    """An argument as it is written: a node, a number, a word or a list of these."""
+    """The argument that a text writes: a node, a number, a word or a list of these."""
     match tree:
         case ast.Constant(value=bool() | int() | float() | str() | None as value):
             return value

@@ -1,10 +1,10 @@
-"""Graphs of what runs on fake tensors, and parts of graphs.
+"""Graphs of functions of fake tensors, and subgraphs.
 
-In: a function of fake tensors. Out: a graph of ATen operations, without copies and casts of one
-kind, that a text can have::
+In: a function of fake tensors. Out: a graph of ATen operations that a text can have, without copies
+and with casts of one kind::
 
     >>> fakes = Fakes([Input(torch.float32, ("n", 5))], {"n": 8}, torch.device("cpu"))
-    >>> graph = apart(lambda: tidy(traced(lambda x: [x.exp().sum(-1)], fakes, {})))
+    >>> graph = in_own_thread(lambda: tidy(traced(lambda x: [x.exp().sum(-1)], fakes, {})))
     >>> [str(node.target) for node in graph.nodes]
     ['arg0_1', 'aten.exp.default', 'aten.sum.dim_IntList', 'output']
 """
@@ -24,56 +24,56 @@ from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from fxpass.region.run import Fakes, apart
+from fxpass.region.run import Fakes, in_own_thread
 from fxpass.region.text import Input, is_collective
 
-__all__ = ["EQUAL", "Fakes", "Input", "apart", "between", "tidy", "traced"]
+__all__ = ["EQUAL", "Fakes", "Input", "in_own_thread", "subgraph", "tidy", "traced"]
 
 aten: Any = torch.ops.aten
 
-# Classes of which the logit is the largest: forward and backward must round it in the same way.
+# They tell which logit is the largest: forward and backward must round logits in the same way.
 EQUAL = {aten.eq.Tensor, aten.ne.Tensor}
 
 
 def traced(function: Callable[..., Any], fakes: Fakes, table: Mapping[Any, Any]) -> fx.Graph:
-    """The graph of what a function of ``fakes.tensors`` runs, with flat results.
+    """The graph of a function of ``fakes.tensors``, with flat results.
 
     Raises:
-        ValueError: the function reads another tensor; of one element, it becomes a number.
+        ValueError: the function reads another tensor, of more than one element.
     """
 
     def unmarked(*tensors: torch.Tensor) -> Any:
-        # the mark is one for all threads: compiled functions of another one would raise
+        # a global flag: compiled functions of other threads would raise
         _symbolic_trace._is_fx_tracing_flag = False
         return function(*tensors)
 
     with fakes.mode, enable_python_dispatcher():
-        made = make_fx(unmarked, decomposition_table=dict(table))(*fakes.tensors)
-    for node in made.graph.find_nodes(op="get_attr"):
-        value = getattr(made, str(node.target))
+        module = make_fx(unmarked, decomposition_table=dict(table))(*fakes.tensors)
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, str(node.target))
         value = value.constant if isinstance(value, FakeTensor) else value
         if value is None or value.numel() != 1:
             raise ValueError(f"a tensor is read that is no input, {node.target}")
-        with made.graph.inserting_before(node):
+        with module.graph.inserting_before(node):
             args = ([*value.shape], value.item())
-            more = {"dtype": value.dtype}
-            number = made.graph.call_function(aten.full.default, args, more)
+            kwargs = {"dtype": value.dtype}
+            number = module.graph.call_function(aten.full.default, args, kwargs)
         node.replace_all_uses_with(number)
-        made.graph.erase_node(node)
-    made.graph.set_codegen(CodeGen())
-    return made.graph
+        module.graph.erase_node(node)
+    module.graph.set_codegen(CodeGen())
+    return module.graph
 
 
 def tidy(graph: fx.Graph) -> fx.Graph:
-    """Without copies of values, with ATen's casts, without what is computed twice or unread."""
-    same = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-    same |= {aten.lift_fresh_copy.default}
+    """The graph with ATen's casts, without copies, and values that are unread or computed twice."""
+    copies = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+    copies |= {aten.lift_fresh_copy.default}
     checks = {aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
     for node in list(graph.nodes):
         whole = node.target is aten.slice.Tensor and node.args[2:] == (0, sys.maxsize)
-        if node.target in same or whole:
+        if node.target in copies or whole:
             node.replace_all_uses_with(node.args[0])
-        if node.target in same | checks or whole:  # the checks would wait for a GPU
+        if node.target in copies | checks or whole:  # the checks would wait for a GPU
             graph.erase_node(node)
         elif node.target is torch.ops.prims.convert_element_type.default:
             node.target = aten._to_copy.default
@@ -83,18 +83,18 @@ def tidy(graph: fx.Graph) -> fx.Graph:
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}  # the logits'
         _count_dims_from_the_front(node)
     graph.eliminate_dead_code()
-    return _without_copies(graph)
+    return _without_duplicates(graph)
 
 
-def _without_copies(graph: fx.Graph) -> fx.Graph:
-    """Without what is computed twice, but for collectives: numbers that one rank has twice, another
-    may not have, and all have to exchange as often."""
+def _without_duplicates(graph: fx.Graph) -> fx.Graph:
+    """Merges equal values, but not collectives: numbers that are equal on one rank may differ on
+    another, and all ranks have to exchange the same number of values."""
     for i, node in enumerate(filter(is_collective, graph.nodes)):
         node.kwargs = {**node.kwargs, "copy": i}
-    made = fx_graph_cse(graph)
-    for node in filter(is_collective, made.nodes):
+    merged = fx_graph_cse(graph)
+    for node in filter(is_collective, merged.nodes):
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "copy"}
-    return made
+    return merged
 
 
 def _count_dims_from_the_front(node: fx.Node) -> None:
@@ -114,10 +114,10 @@ def _count_dims_from_the_front(node: fx.Node) -> None:
         node.update_arg(at, [d + count if d < 0 else d for d in dims])
 
 
-def between(
+def subgraph(
     graph: fx.Graph, given: Mapping[fx.Node, Input], results: Sequence[fx.Node]
 ) -> fx.Graph:
-    """The graph from ``given`` to ``results``."""
+    """The operations from ``given`` to ``results``."""
     needed = set(given)
     todo = list(results)
     while todo:
@@ -125,12 +125,12 @@ def between(
             needed.add(node)
             todo += node.all_input_nodes
     part = fx.Graph()
-    made = {}
-    for node, of in given.items():
-        made[node] = part.placeholder(f"input_{len(made)}")
-        made[node].meta["input"] = of
+    copies = {}
+    for node, described in given.items():
+        copies[node] = part.placeholder(f"input_{len(copies)}")
+        copies[node].meta["input"] = described
     for node in graph.nodes:
-        if node in needed and node not in made:
-            made[node] = part.node_copy(node, made.__getitem__)
-    part.output([made[node] for node in results])
+        if node in needed and node not in copies:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output([copies[node] for node in results])
     return part

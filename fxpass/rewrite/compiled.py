@@ -1,7 +1,7 @@
-"""Whether a function that is not compiled calls what ``torch.compile`` has compiled.
+"""Finds compiled callables that a function, which is not compiled itself, may call.
 
-In: a callable and the arguments of a call. Out: whether it is compiled, or can reach what is: a
-model that it is given, that is a global variable, or that an object holds which it reads::
+In: a callable and the arguments of a call. Out: whether the callable is compiled, or can reach a
+compiled callable: an argument, a global variable, or an attribute of these::
 
     def loss_of(batch):
         return F.cross_entropy(model(batch["ids"]).logits.flatten(0, 1), batch["labels"].flatten())
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
-# libraries have compiled functions that few calls reach
+# Libraries have compiled functions that few calls reach.
 _LIBRARIES = tuple(
     os.path.join(sysconfig.get_path(p), "") for p in ("purelib", "platlib", "stdlib")
 )
 
-# Objects that are looked at, the nearest first: a program may reach all objects of its process.
+# At most this many objects are searched, the nearest first: a program may reach all objects of its
+# process.
 _MOST = 2000
 
 Names = frozenset[str]
@@ -38,7 +39,7 @@ _NO_NAMES: Names = frozenset()
 
 
 def is_compiled(fn: Any) -> bool:
-    """Whether a call of ``fn`` runs what ``torch.compile`` has made of it."""
+    """True if a call of ``fn`` runs code of ``torch.compile``."""
     if isinstance(fn, torch.nn.Module):
         return isinstance(fn, OptimizedModule) or fn._compiled_call_impl is not None
     if not isinstance(fn, FunctionType | MethodType):
@@ -47,53 +48,55 @@ def is_compiled(fn: Any) -> bool:
 
 
 def reaches_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether ``fn(*args, **kwargs)`` can reach a compiled callable, by the names in its code and
-    in that of functions that it names; the code of libraries is read only if ``fn`` is in one."""
+    """True if ``fn(*args, **kwargs)`` can reach a compiled callable, by the names in its code and
+    in the code of functions that it names; a library's code is read only if ``fn`` is part of it.
+    """
     first: Any = fn
     if not isinstance(fn, FunctionType | MethodType | partial):
         first = fn.forward if isinstance(fn, torch.nn.Module) else fn.__call__
     function = getattr(first, "__func__", first)
     names = _names(getattr(function, "__code__", None))
-    todo = [(one, names) for one in (getattr(first, "__self__", None), *args, *kwargs.values())]
-    todo += _read_by(function) if isinstance(function, FunctionType) else [(function, names)]
-    # with the objects: the id of one that is freed becomes another's
+    arguments = (getattr(first, "__self__", None), *args, *kwargs.values())
+    nearest = deque((argument, names) for argument in arguments)
+    nearest += _read_by(function) if isinstance(function, FunctionType) else [(function, names)]
+    # holds the objects: the id of a freed object may become another's
     seen: dict[tuple[int, Names], Any] = {}
-    nearest = deque(todo)
     while nearest and len(seen) < _MOST:
-        one, names = nearest.popleft()
-        if is_compiled(one):
+        target, names = nearest.popleft()
+        if is_compiled(target):
             return True
-        if (id(one), names) not in seen:
-            seen[id(one), names] = one
-            nearest += _held_by(one, names)
+        if (id(target), names) not in seen:
+            seen[id(target), names] = target
+            nearest += _held_by(target, names)
     return False
 
 
-def _held_by(one: Any, names: Names) -> Iterator[tuple[Any, Names]]:
+def _held_by(holder: Any, names: Names) -> Iterator[tuple[Any, Names]]:
     """The objects that code with these names reaches through an object, each with its names."""
-    if isinstance(one, Mapping):
-        yield from ((value, names) for value in one.values())
-    elif isinstance(one, list | tuple | set):
-        yield from ((value, names) for value in one)
-    elif isinstance(one, partial):
-        yield from ((value, names) for value in (one.func, *one.args, *one.keywords.values()))
-    elif isinstance(one, MethodType):
-        yield one.__func__, names
-        yield one.__self__, _names(getattr(one.__func__, "__code__", None))
-    elif isinstance(one, FunctionType):
-        if not one.__code__.co_filename.startswith(_LIBRARIES):
-            yield from _read_by(one)
-    elif not isinstance(one, torch.Tensor | type):
-        if isinstance(one, torch.nn.Module):
-            yield from ((module, _NO_NAMES) for module in one.children())
-        held = getattr(one, "__dict__", {})
+    if isinstance(holder, Mapping):
+        yield from ((value, names) for value in holder.values())
+    elif isinstance(holder, list | tuple | set):
+        yield from ((value, names) for value in holder)
+    elif isinstance(holder, partial):
+        values = (holder.func, *holder.args, *holder.keywords.values())
+        yield from ((value, names) for value in values)
+    elif isinstance(holder, MethodType):
+        yield holder.__func__, names
+        yield holder.__self__, _names(getattr(holder.__func__, "__code__", None))
+    elif isinstance(holder, FunctionType):
+        if not holder.__code__.co_filename.startswith(_LIBRARIES):
+            yield from _read_by(holder)
+    elif not isinstance(holder, torch.Tensor | type):
+        if isinstance(holder, torch.nn.Module):
+            yield from ((module, _NO_NAMES) for module in holder.children())
+        own = getattr(holder, "__dict__", {})
         for name in names:
-            found = held[name] if name in held else inspect.getattr_static(type(one), name, None)
-            yield MethodType(found, one) if inspect.isfunction(found) else found, names
+            found = own[name] if name in own else inspect.getattr_static(type(holder), name, None)
+            yield MethodType(found, holder) if inspect.isfunction(found) else found, names
 
 
 def _read_by(fn: FunctionType) -> Iterator[tuple[Any, Names]]:
-    """The values of closures, defaults and global variables that the code of a function reads."""
+    """The closures, defaults and global variables that the code of a function reads."""
     names = _names(fn.__code__)
     values = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     values += [fn.__globals__[name] for name in names & fn.__globals__.keys()]

@@ -1,6 +1,6 @@
 """A copy of a graph, to which a rewrite that fails goes back.
 
-In: a graph. Out: a copy of it with all that Dynamo has put on its nodes.
+In: a graph. Out: its copy, with the attributes that Dynamo has set on its nodes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Decides which logits that leave Dynamo's graph are deferred, and takes them out of it.
+"""Decides which logits that leave Dynamo's graph are deferred, and removes them from its outputs.
 
 In: a Dynamo graph and settings. Out: the graph without these outputs, and :class:`DeferredOutputs`.
-Of logits that the graph reduces as well, the pass on the joint graph has to make a call, or they
-exist anyway: their products are ``needed``. Logits that nothing else in the graph reads are
-deferred alone::
+If the graph also reduces the logits, they exist unless the pass on the joint graph makes a call of
+their head: their products are ``needed``. Logits that nothing else in the graph reads are deferred
+alone::
 
     %z = linear(%h, %w);  %loss = cross_entropy(%z, %t);  return (%loss, %z)    needed: %z
     %z = linear(%h, %w);  return (%z,)                                          alone
@@ -12,11 +12,12 @@ deferred alone::
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
+from fxpass import messages
 from fxpass.deferred.programs import Programs
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of, out_of_place, reads_values
@@ -25,29 +26,30 @@ from fxpass.graph.nodes import needs_gradient, value
 from fxpass.graph.placements import placement_name
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
-from fxpass.plan.plan import size
+from fxpass.plan.budget import size_text
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.heads import (
     bytes_of,
-    columns,
-    hidden_of,
+    class_count,
+    has_head_shape,
+    hidden_size,
     is_multiplied,
     may_be_large,
-    too_small,
-    widens,
-)
-from fxpass.rewrite.leaving import (
-    VIEWS,
-    Chain,
-    is_as_large,
-    is_computable,
-    leaving,
-    made_of,
-    split,
-    with_casts,
+    why_not_worth,
 )
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, defer_outputs, recipe_of
+from fxpass.rewrite.paths import (
+    VIEWS,
+    LogitsPath,
+    SplitPath,
+    dependents_of,
+    is_as_large,
+    is_computable,
+    paths_to,
+    split_before_views,
+    with_casts,
+)
 from fxpass.settings import Settings
 
 Recipes = dict[Node, Deferral]  # by the output of the graph
@@ -58,14 +60,14 @@ class DeferredOutputs:
     """The deferred logits of a graph.
 
     Attributes:
-        matches: of the logits that nothing in the graph reduces.
+        matches: the report's lines of logits that nothing in the graph reduces.
         products: the names of all products of deferred logits.
-        needed: of those whose logits the graph reduces.
-        returned: for products whose logits are returned with gradients, without a loss of them, and
-            are kept: what to do.
-        mode: what became of the logits: ``defer`` or ``drop``.
+        needed: the names of the products whose logits the graph reduces.
+        returned: advice to the user for each product whose logits are returned with gradients and
+            materialised, while the graph has no loss of them.
+        mode: ``defer`` or ``drop``.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
-        untouched: the graph as it was, where something is deferred.
+        untouched: a copy of the graph before its outputs were deferred.
     """
 
     matches: tuple[RegionMatch, ...] = ()
@@ -82,31 +84,31 @@ class _Head:
     """Products whose logits leave together, in some outputs of the graph.
 
     Attributes:
-        chains: by the output.
-        products: of all chains.
-        reduced: whether the graph reads the logits otherwise.
+        paths: the path to each output.
+        products: the products of all paths.
+        reduced: whether another node of the graph reads the logits.
     """
 
-    chains: dict[Node, Chain]
+    paths: dict[Node, LogitsPath]
     products: set[Node]
     reduced: bool = False
 
     @property
     def nodes(self) -> set[Node]:
-        """Those of all chains."""
-        return {n for chain in self.chains.values() for n in chain.nodes}
+        """The nodes of all paths."""
+        return {n for path in self.paths.values() for n in path.nodes}
 
 
 def defer_logits(
-    region: Region, settings: Settings, programs: Programs, kept: Collection[str] = ()
+    region: Region, settings: Settings, programs: Programs, materialised: Collection[str] = ()
 ) -> DeferredOutputs:
-    """Replaces outputs of a graph that are logits by what computes them.
+    """Replaces outputs of a graph that are logits by the inputs of their recipes.
 
     Args:
-        region: the outermost.
-        settings: the user's.
+        region: the outermost region.
+        settings: the user's settings.
         programs: compiles functions of deferred logits.
-        kept: the names of products whose logits have to exist.
+        materialised: the names of products whose logits have to exist.
     """
     graph = region.module.graph
     drop = settings.logits == "drop"
@@ -117,50 +119,60 @@ def defer_logits(
     alone = list[_Head]()
     reduced = list[_Head]()
     returned = dict[Node, str]()
-    for head in _heads(leaving(graph.output_node(), large, drop=drop)):
-        if too_small(sorted(head.products), settings.min_logits_mb):
+    for head in _heads(paths_to(graph.output_node(), large, drop=drop)):
+        if why_not_worth(sorted(head.products), settings.min_logits_mb):
             continue
-        if any(modes[n].transforms for chain in head.chains.values() for n in chain.nodes):
+        if any(modes[n].transforms for n in head.nodes):
             continue
         if not (head.reduced or all(_leaves_whole(region, n, head) for n in head.products)):
             continue
-        exist = any(n.name in kept for n in head.products)
+        exist = any(n.name in materialised for n in head.products)
         found = {} if exist else _recipes(region, head, modes, settings, programs)
-        # without their rows, nothing of logits that are deferred alone would be answered
-        if found and (head.reduced or all(one.recipe.rows for one in found.values())):
+        # no loss of logits that are deferred alone is fused if their rows are not separate
+        if found and (head.reduced or all(deferral.recipe.rows for deferral in found.values())):
             recipes |= found
             (reduced if head.reduced else alone).append(head)
-        elif not head.reduced and any(map(needs_gradient, head.chains)):
-            returned |= {n: _RETURNED.format(size(bytes_of(n))) for n in head.products}
+        elif not head.reduced and any(map(needs_gradient, head.paths)):
+            returned |= {
+                n: messages.RETURNED.format(size=size_text(bytes_of(n))) for n in head.products
+            }
     if not recipes:
         return DeferredOutputs(returned=returned)
     untouched = copied(graph)
     try:
         restore = defer_outputs(region.module, recipes, drop=drop)
-        for node in sorted({n for h in (*alone, *reduced) for n in h.nodes}, reverse=True):
+        for node in sorted({n for head in (*alone, *reduced) for n in head.nodes}, reverse=True):
             if not node.users:
                 graph.erase_node(node)
         region.module.recompile()
     except Exception:
         region.module.graph = untouched
         raise
-    names = [frozenset(n.name for h in some for n in h.products) for some in (alone, reduced)]
     mode = "drop" if drop else "defer"
-    matches = tuple(_match(head, mode) for head in alone)
     return DeferredOutputs(
-        matches, names[0] | names[1], names[1], returned, mode, restore, untouched
+        matches=tuple(_match(head, mode) for head in alone),
+        products=_names([*alone, *reduced]),
+        needed=_names(reduced),
+        returned=returned,
+        mode=mode,
+        restore=restore,
+        untouched=untouched,
     )
 
 
-def _heads(chains: Mapping[Node, Chain]) -> list[_Head]:
-    """The products that chains share, with these chains."""
+def _names(heads: Iterable[_Head]) -> frozenset[str]:
+    return frozenset(product.name for head in heads for product in head.products)
+
+
+def _heads(paths: Mapping[Node, LogitsPath]) -> list[_Head]:
+    """Paths that share products, as one head."""
     heads: list[_Head] = []
-    for node, chain in chains.items():
-        one = _Head({node: chain}, {*chain.products})
-        for other in [h for h in heads if not h.products.isdisjoint(one.products)]:
+    for node, path in paths.items():
+        head = _Head({node: path}, {*path.products})
+        for other in [h for h in heads if not h.products.isdisjoint(head.products)]:
             heads.remove(other)
-            one = _Head({**other.chains, **one.chains}, other.products | one.products)
-        heads.append(one)
+            head = _Head({**other.paths, **head.paths}, other.products | head.products)
+        heads.append(head)
     for head in heads:
         users = {u for n in head.nodes for u in n.users if reads_values(u, n)} - head.nodes
         head.reduced = any(user.op != "output" for user in users)
@@ -176,30 +188,32 @@ def _recipes(
 ) -> Recipes:
     """The recipes of logits that leave; none if one of them has to exist."""
     output = region.module.graph.output_node()
-    left = head.chains
-    # the loss is computed from the logits, which are not those of a training step, whose metrics
-    # leave the graph before the loss
+    paths = head.paths
     drop = settings.logits == "drop"
-    inside = made_of(head.products)
+    # in a training step, a metric may leave the graph without a gradient, and the loss with one
+    dependents = dependents_of(head.products)
     trained = any(map(needs_gradient, head.products))
-    trained = trained and any(needs_gradient(n) for n in output.all_input_nodes if n in inside)
-    tested = head.reduced and not trained and not any(map(needs_gradient, left))
+    trained = trained and any(needs_gradient(n) for n in output.all_input_nodes if n in dependents)
+    tested = head.reduced and not trained and not any(map(needs_gradient, paths))
     if settings.logits == "keep" or (settings.logits == "auto" and tested):
         return {}
-    others = [n for n in output.all_input_nodes if n not in left]
-    if any(n in inside and is_as_large(n, head.products) for n in others):
-        return {}  # what the joint graph would not fuse
-    if not drop and not all(is_computable(output, n, c, modes, others) for n, c in left.items()):
+    others = [n for n in output.all_input_nodes if n not in paths]
+    if any(n in dependents and is_as_large(n, head.products) for n in others):
+        return {}  # the joint graph would not fuse the head
+    if not drop and not all(is_computable(output, n, p, modes, others) for n, p in paths.items()):
         return {}
-    roots = dict[Node, Deferral]()
+    deferrals = dict[Node, Deferral]()  # by the node of the logits
     made = Recipes()
-    for node, chain in left.items():
-        nodes = with_casts(chain, output, drop=drop)
-        root, after = (node, ()) if drop else split(node, nodes, chain)
-        if root not in roots:
-            before = [n for n in nodes if n not in after]
-            roots[root] = recipe_of(root, before, chain.products, not head.reduced, programs)
-        made[node] = roots[root].then(root, after) if after else roots[root]
+    for node, path in paths.items():
+        nodes = with_casts(path, output, drop=drop)
+        parts = SplitPath(node) if drop else split_before_views(node, nodes, path)
+        if parts.logits not in deferrals:
+            before = [n for n in nodes if n not in parts.tail]
+            deferrals[parts.logits] = recipe_of(
+                parts.logits, before, path.products, not head.reduced, programs
+            )
+        deferral = deferrals[parts.logits]
+        made[node] = deferral.with_tail(parts) if parts.tail else deferral
     shared = {(storage(n), deferral.recipe) for n, deferral in made.items()}
     if not drop and len(shared) > len({memory for memory, _ in shared}):
         return {}  # two results of the graph share the memory of its logits
@@ -208,21 +222,18 @@ def _recipes(
 
 # ---------------------------------------------------------------- logits that are returned
 
-_RETURNED = (
-    "the graph returns its logits, {}, with gradients, and has no loss of them: compile the "
-    "function that computes the loss, or pass labels to the model"
-)
-# What may be done with logits that are returned: a scale, a soft-cap.
+# Functions between a head and logits that are returned: a scale, a soft-cap.
 _SCALES = {"mul", "div", "add", "sub", "neg", "tanh", *CASTS, *VIEWS}
-# Outputs of a vocabulary for each hidden value, or in all; a gated MLP has up to seven for each.
-_WIDE = 7.5
-_MANY = 8192
+# A head has this many classes for each hidden value (a gated MLP has up to seven outputs for each),
+# or in all.
+_CLASSES_PER_HIDDEN = 7.5
+_CLASSES = 8192
 
 
 def _leaves_whole(region: Region, product: Node, head: _Head) -> bool:
-    """Whether a product that nothing reduces is a head whose loss is computed after the graph: it
-    has as many outputs as a vocabulary, and all that is done with them is to return them, scaled or
-    soft-capped."""
+    """True if a product that nothing reduces is a head whose loss is computed after the graph: it
+    has as many outputs as a vocabulary, and the graph returns them, scaled or soft-capped at most.
+    """
     ended = getattr(region.module, "compile_subgraph_reason", None)
     if ended is not None and ended.reason.startswith("DDPOptimizer"):
         return False  # the loss is in another part of the graph
@@ -230,23 +241,23 @@ def _leaves_whole(region: Region, product: Node, head: _Head) -> bool:
         n in head.products or placement_name(n.target) or out_of_place(function_of(n)) in _SCALES
         for n in head.nodes
     )
-    if not (scaled and widens(product)):
+    if not (scaled and has_head_shape(product)):
         return False
-    if columns(product) >= _WIDE * hidden_of(product):
+    if class_count(product) >= _CLASSES_PER_HIDDEN * hidden_size(product):
         return True
     # a hidden layer is returned by a graph that ends early, or that has nothing else
     early = ended is not None and ended.graph_break
     first = any(n.op == "placeholder" for n in product.all_input_nodes[:1])
-    return columns(product) >= _MANY and not (early or first)
+    return class_count(product) >= _CLASSES and not (early or first)
 
 
 def _match(head: _Head, mode: str) -> RegionMatch:
     """A report's lines of logits that are deferred alone."""
     products = sorted(head.products)
     return RegionMatch(
-        source_line(products[0]),
-        tuple((math.prod(value(n).shape[:-1]), value(n).shape[-1]) for n in products),
-        tuple(value(n).itemsize for n in products),
-        tuple(dict.fromkeys(function_of(n) for n in sorted(head.nodes - head.products))),
+        source=source_line(products[0]),
+        shapes=tuple((math.prod(value(n).shape[:-1]), value(n).shape[-1]) for n in products),
+        itemsizes=tuple(value(n).itemsize for n in products),
+        operations=tuple(dict.fromkeys(map(function_of, sorted(head.nodes - head.products)))),
         logits_mode=mode,
     )

@@ -24,11 +24,11 @@ _number = itertools.count()
 
 
 def is_traced() -> bool:
-    """Whether torch writes a trace log."""
+    """True if torch writes a trace log."""
     return bool(trace_log.handlers)
 
 
-def trace(before: str, after: str, report: Iterable[object]) -> None:
+def write_trace(before: str, after: str, report: Iterable[object]) -> None:
     """Adds one graph to torch's trace log.
 
     Args:
@@ -40,14 +40,14 @@ def trace(before: str, after: str, report: Iterable[object]) -> None:
         trace_structured_artifact(f"fxpass_{name}", "string", lambda text=text: text)
 
 
-def write(directory: str, before: str, after: str, kernels: Iterable[Launch]) -> None:
+def write_files(directory: str, before: str, after: str, kernels: Iterable[Launch]) -> None:
     """Writes one graph; the process number in the file names differs between ranks.
 
     A directory that cannot be written is a warning: the program runs without the files.
     """
     stem = f"graph_{os.getpid()}_{next(_number):03d}"
     texts = {f"{stem}_before.txt": before + "\n", f"{stem}_after.txt": after + "\n"}
-    texts |= {f"{one.name}.py": one.source for one in kernels}
+    texts |= {f"{kernel.name}.py": kernel.source for kernel in kernels}
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)

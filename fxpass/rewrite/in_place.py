@@ -1,8 +1,8 @@
-"""Backward graphs multiply saved gradients in place, where nobody else reads them.
+"""Backward graphs multiply saved gradients in place, where no other node reads them.
 
-In: Inductor's graph after AOTAutograd has split forward and backward. A saved gradient that only
-``fxpass::scaled`` reads, and whose memory AOTAutograd gives away (it is no output of forward, and
-the graph is not retained), becomes the product itself::
+In: Inductor's graph after AOTAutograd has split forward and backward. Out: the graph, in which
+``fxpass::scale_`` overwrites a saved gradient that only ``fxpass::scaled`` reads, and whose memory
+AOTAutograd donates (the gradient is no output of forward, and the graph is not retained)::
 
     %out = fxpass.scaled(%saved, %tangents)    ->    fxpass.scale_(%saved, %tangents)
     return (%out,)                                   return (%saved,)
@@ -24,7 +24,7 @@ import fxpass.op.saved  # noqa: F401, registers the operators
 from fxpass.casts.aot import with_pass
 
 
-def inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_scaling_in_place(options: Mapping[str, Any]) -> dict[str, Any]:
     """Inductor's options with this pass, before the user's passes."""
     key = str(get_hash_for_files((__file__,)))
     return with_pass(options, "post_grad_custom_post_pass", scale_in_place, key)

@@ -1,6 +1,6 @@
 """The inner backend, which compiles the rewritten graph.
 
-In: a graph and the arguments of ``torch.compile`` for the inner backend. Out: a compiled callable.
+In: a graph and an :class:`InnerBackend`. Out: a compiled callable.
 """
 
 from __future__ import annotations
@@ -9,64 +9,82 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from fxpass import messages
 from fxpass.casts import aot
 from fxpass.casts.casts import note
 from fxpass.graph.source import warn_once
+from fxpass.releases.torch_2_11 import region_name
 from fxpass.rewrite import in_place
-from fxpass.rows.alike import mark
+from fxpass.rows.alike import mark_alike
 from fxpass.rows.backend import RowsPass
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class InnerBackend:
+    """A backend and its arguments.
+
+    Attributes:
+        name: the backend's name for ``torch.compile``.
+        mode, options: as ``torch.compile`` passes them to a backend.
+        region: the name of the compiled region, for a backend with such a parameter.
+    """
+
+    name: str
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    region: str | None = None
+
+
 def compile_inner(
-    name: str,
+    inner: InnerBackend,
     gm: GraphModule,
     example_inputs: list[Any],
-    mode: str | None,
-    options: Mapping[str, Any],
     mixed_dtypes: str | None = None,
     record: aot.Record = note,
-    region: str | None = None,
     rows: RowsPass | None = None,
 ) -> Callable[..., Any]:
-    """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
+    """Compiles ``gm`` as ``torch.compile`` would.
 
     Args:
-        name, gm, example_inputs, mode, options: as ``torch.compile`` passes them to the backend.
+        inner: the backend.
+        gm, example_inputs: as ``torch.compile`` passes them to the backend.
         mixed_dtypes: the setting for casts in AOTAutograd's graphs of ``gm``; None: no casts.
         record: is called with these casts.
-        region: the name of the compiled region, for a backend with such a parameter.
         rows: the pass on AOTAutograd's graphs, of Inductor, aot_eager and eager, which runs as
             aot_eager does then.
     """
-    if name != "inductor":
-        given = {"mode": mode, "options": dict(options)}
-        backend = torch._dynamo.lookup_backend(name)
-        if rows is not None and name in ("eager", "aot_eager"):
+    options = inner.options
+    if inner.name != "inductor":
+        given = {"mode": inner.mode, "options": dict(options)}
+        backend = torch._dynamo.lookup_backend(inner.name)
+        if rows is not None and inner.name in ("eager", "aot_eager"):
             given = {}
             backend = rows.backend()
         elif rows is not None:
-            warn_once(log, f"inner {name}", _NO_PASS.format(name))
-        if region is not None and "name" in inspect.signature(backend).parameters:
-            given["name"] = region
+            warn_once(log, f"inner {inner.name}", _NO_PASS.format(inner.name))
+        if inner.region is not None and "name" in inspect.signature(backend).parameters:
+            given["name"] = inner.region
         with aot.casting(mixed_dtypes, record) if mixed_dtypes else nullcontext():
             return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
-        options = in_place.inductor_options(options)
+        options = in_place.with_scaling_in_place(options)
         if rows is not None:
-            mark(gm)
+            mark_alike(gm)
             options = aot.with_pass(options, "joint_custom_pre_pass", rows, rows.key())
-        options = aot.inductor_options(options, mixed_dtypes, record)
+        options = aot.options_with_casts(options, mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
-    named = {"name": region} if region is not None else {}  # older ones have none
-    backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None, **named)
+    backend: Any = torch._TorchCompileInductorWrapper(
+        inner.mode, dict(options), dynamic=None, **region_name(inner.region)
+    )
     return backend(gm, example_inputs)
 
 
@@ -89,8 +107,4 @@ def _warn_without_compiler(example_inputs: list[Any]) -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        log.warning(
-            "Inductor needs a C++ compiler for code on the CPU and found none: install g++ or "
-            "clang (for example apt-get install g++), name yours in CXX, or choose another inner "
-            "backend with FUSEDCE_INNER=aot_eager"
-        )
+        log.warning(messages.NO_COMPILER)

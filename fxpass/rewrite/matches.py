@@ -1,7 +1,7 @@
 """A report's lines of a fused region.
 
-In: what the pass on the joint graph says of a region's heads and calls, or logits that are
-deferred alone. Out: a :class:`RegionMatch`.
+In: the pass's records of a region's heads and calls, or logits that are deferred alone. Out: a
+:class:`RegionMatch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxpass.formula.words import words
 from fxpass.graph.nodes import hint
 from fxpass.plan.choice import Choice
 
-# What becomes of logits that leave the graph.
+# Of logits that leave the graph.
 LEFT = {
     "defer": " (logits deferred: computed when they are first used)",
     "drop": " (logits dropped: their values cannot be used)",
@@ -32,9 +32,9 @@ class RegionMatch:
         itemsizes: bytes of a logit of each head.
         operations: the ATen calls on logits.
         choices: how its calls run.
-        named: the losses among its nodes that have a name.
-        words: what calls with a normal form compute.
-        kernels: the names of the kernels that Inductor made for its row functions.
+        named: the number of its losses that have a name.
+        words: its formulas in words.
+        kernels: the names of Inductor's kernels for its row functions.
         logits_mode: ``never``: the logits are never materialised; ``defer`` or ``drop``: a deferred
             or dropped tensor takes their place among the graph's outputs.
     """
@@ -51,8 +51,8 @@ class RegionMatch:
 
     @property
     def losses(self) -> int:
-        """How many losses it is; those without a name count as one. 0 if the graph reduces
-        nothing of its logits."""
+        """The number of its losses; those without a name count as one. 0 if the graph does not
+        reduce its logits."""
         return max(1, self.named) if self.choices else 0
 
     @property
@@ -85,18 +85,19 @@ class _Choice:
 
     @property
     def spec(self) -> Reductions:
-        """Of a call with a normal form."""
+        """The formula of a call that has one."""
         return self.choice.spec
 
 
 def words_of(choices: Sequence[Choice], named: int) -> str:
-    """Calls with a formula in words. Those of backward alone have the gradients."""
-    late = [words(c.spec, backward=True) for c in choices if c.backward and c.spec.gradients]
-    of_forward = [words(c.spec) for c in choices if not c.backward]
-    first, *more = of_forward or late or [words(c.spec) for c in choices]
-    if late and first not in late:  # backward has the gradients of what forward returns
-        outputs, _, none = first.rpartition("; ")
-        first = f"{outputs}; {late[0].rpartition('; ')[2]}" if none == "no gradients" else first
+    """Calls with a formula in words. If backward has calls, only these have gradients."""
+    backward = [words(c.spec, backward=True) for c in choices if c.backward and c.spec.gradients]
+    forward = [words(c.spec) for c in choices if not c.backward]
+    first, *more = forward or backward or [words(c.spec) for c in choices]
+    if backward and first not in backward:  # it has the gradients of forward's outputs
+        outputs, _, gradients = first.rpartition("; ")
+        if gradients == "no gradients":
+            first = f"{outputs}; {backward[0].rpartition('; ')[2]}"
     if named:
         first = f"cross-entropy {first}" if first.startswith("of ") else f"cross-entropy: {first}"
     return "; ".join((first, *more))

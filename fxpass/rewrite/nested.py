@@ -38,11 +38,11 @@ def inline_heads(region: Region, least: float) -> bool:
     """Replaces the calls of nested regions that make logits by their nodes, where that is safe.
 
     Args:
-        region: the outermost, or that of a checkpoint.
+        region: the outermost region, or that of a checkpoint.
         least: the size of logits, in MiB, that are worth a loop.
 
     Returns:
-        whether there was one.
+        whether a call was replaced.
     """
     graph = region.module.graph
     calls = [n for n in graph.nodes if n.target in NESTED_REGIONS and _has_head(region, n, least)]
@@ -64,17 +64,22 @@ def inline_heads(region: Region, least: float) -> bool:
 
 
 def _has_head(region: Region, call: Node, least: float) -> bool:
-    """Whether a product of a nested graph may be a head, and no hidden layer."""
-    body = _parts(call)[0]
+    """True if a product of a nested graph may be a head, and no hidden layer."""
+    body = _body(call)
     inside = Region(body, region, call)
     return any(may_be_large(n, least) and not is_multiplied(inside, n) for n in body.graph.nodes)
 
 
-def _parts(call: Node) -> tuple[GraphModule, tuple[Any, ...]]:
-    """The nested graph of a call, and what the call gives to it."""
+def _body(call: Node) -> GraphModule:
+    """The nested graph of a call."""
     body = nested_graph(call.args[0])
     assert body is not None
-    return body, call.args[2:]  # the name of the region follows its graph
+    return body
+
+
+def _operands(call: Node) -> tuple[Any, ...]:
+    """The arguments of a call for its nested graph, which follow the region's name."""
+    return call.args[2:]
 
 
 def _is_safe(call: Node, mode: Mode) -> bool:
@@ -85,15 +90,15 @@ def _is_safe(call: Node, mode: Mode) -> bool:
 
 
 def _reasons(call: Node, mode: Mode) -> Iterator[str]:
-    """Why the nodes of a nested region may not be part of the graph around it."""
-    body, operands = _parts(call)
+    """The reasons why the nodes of a nested region may not be part of the graph around it."""
+    body = _body(call)
     if written(call):
         yield "it may write to its inputs"
     if mode.inference or mode.transforms:
         yield "it is in inference mode, or in a transform of torch.func"
     if body.meta.get("nested_region_config") is not None:
         yield "it is compiled with options of its own"
-    if any(is_tensor(n) and is_dtensor(n.meta["example_value"]) for n in operands):
+    if any(is_tensor(n) and is_dtensor(n.meta["example_value"]) for n in _operands(call)):
         yield "it is given a DTensor"
     if call.kwargs or any(user.target is not operator.getitem for user in call.users):
         yield "it is not called as Dynamo calls it"
@@ -105,11 +110,11 @@ def _reasons(call: Node, mode: Mode) -> Iterator[str]:
             yield f"%{node.name} has no value"
         if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("example_value")))):
             yield f"%{node.name} has a size that depends on data"
-        if _draws(node):
+        if _is_random(node):
             yield "it draws random numbers"
 
 
-def _draws(node: Node) -> bool:
+def _is_random(node: Node) -> bool:
     packet: Any = getattr(torch.ops.aten, out_of_place(function_of(node)) or "-", None)
     ops = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
@@ -117,7 +122,8 @@ def _draws(node: Node) -> bool:
 
 def _inline(module: GraphModule, call: Node) -> None:
     graph = module.graph
-    body, operands = _parts(call)
+    body = _body(call)
+    operands = _operands(call)
     copies: dict[Node, Any] = {}
     copies |= zip(body.graph.find_nodes(op="placeholder"), operands, strict=True)
     returned: Any = body.graph.output_node().args[0]
@@ -139,7 +145,7 @@ def _inline(module: GraphModule, call: Node) -> None:
 
 
 def _attribute(module: GraphModule, body: GraphModule, node: Node) -> str:
-    """The name in ``module`` of what ``node`` gets from ``body``."""
+    """Sets an attribute of ``body``, which ``node`` gets, in ``module`` too; its name there."""
     name = f"{node.target}"
     count = 0
     while hasattr(module, name):

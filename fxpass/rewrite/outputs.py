@@ -1,8 +1,8 @@
 """Deferred outputs: a graph returns the inputs of logits instead of the logits.
 
-In: a graph and the outputs to defer. Out: a graph that returns instead of each such output the
-tensors from which it can be computed (hidden states; an input of the graph, such as a weight, is
-not returned, nor is a number), and a function that restores the outputs that the program expects::
+In: a graph and the outputs to defer. Out: a graph that returns the inputs of their recipes instead
+(hidden states, but neither inputs of the graph, such as a weight, nor numbers), and a function that
+restores the outputs that the program expects::
 
     return (%loss, %logits)    ->    return (%loss, %hidden)      logits = defer(recipe, hidden, w)
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
 from fxpass.rewrite import numbers
-from fxpass.rewrite.heads import factors
-from fxpass.rewrite.leaving import CAST, PRODUCT, VIEW, does
+from fxpass.rewrite.heads import product_operands
+from fxpass.rewrite.paths import CAST, PRODUCT, VIEW, SplitPath, kind_of
 
 Compiled = Callable[..., Any]
 Restore = Callable[[Compiled], Compiled]
@@ -33,32 +33,32 @@ Restore = Callable[[Compiled], Compiled]
 
 @dataclass(frozen=True)
 class Deferral:
-    """How an output of a graph is deferred.
+    """The recipe of a deferred output, and its inputs.
 
     Attributes:
         recipe: computes logits.
-        given: the nodes that the recipe reads.
-        chain: computes the output from the deferred logits, and from ``beside``; None if they are
-            the output.
-        beside: the nodes that the chain reads beside the logits.
+        inputs: the nodes that the recipe reads.
+        tail: computes the output from the deferred logits and ``tail_inputs``; None if the output
+            is the logits.
+        tail_inputs: the nodes that the tail reads besides the logits.
     """
 
     recipe: Recipe
-    given: tuple[Node, ...]
-    chain: GraphModule | None = None
-    beside: tuple[Node, ...] = ()
+    inputs: tuple[Node, ...]
+    tail: GraphModule | None = None
+    tail_inputs: tuple[Node, ...] = ()
 
-    def then(self, root: Node, nodes: Sequence[Node]) -> Deferral:
-        """The recipe of some nodes that read the logits ``root``; the last one is an output."""
-        inside = {root, *nodes}
-        beside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in inside)
+    def with_tail(self, path: SplitPath) -> Deferral:
+        """The deferral of an output that the tail of a path computes."""
+        inside = {path.logits, *path.tail}
+        inputs = dict.fromkeys(n for m in path.tail for n in m.all_input_nodes if n not in inside)
         graph = Graph()
-        copies = {node: graph.placeholder(node.name) for node in (root, *beside)}
-        for node in nodes:
+        copies = {node: graph.placeholder(node.name) for node in (path.logits, *inputs)}
+        for node in path.tail:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
-        graph.output(copies[nodes[-1]])
-        return replace(self, chain=GraphModule({}, graph), beside=tuple(beside))
+        graph.output(copies[path.tail[-1]])
+        return replace(self, tail=GraphModule({}, graph), tail_inputs=tuple(inputs))
 
 
 def recipe_of(
@@ -68,58 +68,79 @@ def recipe_of(
 
     Args:
         output: an output of a graph.
-        nodes: the products and all nodes from them to ``output``, in the graph's order; the recipe
-            has copies of them.
-        products: those that multiply.
-        alone: whether the graph reduces nothing of them.
-        programs: makes programs of what the user's program reads of the output's rows.
+        nodes: the nodes of the output's path, which the recipe copies, in the graph's order.
+        products: the nodes that multiply.
+        alone: whether the graph does not reduce their results.
+        programs: compiles the user's reductions of the output's rows.
     """
     inside = set(nodes)
     products = [node for node in nodes if node in products]
-    given = tuple(
+    inputs = tuple(
         dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     )
+    kinds = {kind_of(node, products) for node in nodes}
+    rows = VIEW not in kinds
+    whole = kinds <= {VIEW, CAST, PRODUCT}
+    hidden = set[Node]()
+    others = set[Node]()
+    for product in products:
+        operands = product_operands(product)
+        hidden |= {n for n in inputs if n is operands.x}
+        others |= {n for n in (operands.weight, operands.bias) if n is not None}
+        rows = rows and operands.shared
+    # a row of linear(x, x) reads all rows
+    hidden = hidden if hidden.isdisjoint(others) else set()
+    factors = [n for n in inputs if is_tensor(n) and n not in hidden | others]
+    rows = rows and bool(hidden) and _have_rows(hidden, factors, value(output))
+    recipe = Recipe(
+        _recipe_graph(output, nodes, products, inputs),
+        rows=tuple(i for i, n in enumerate(inputs) if n in hidden and rows),
+        source=source_line(products[0]),
+        requires_grad=value(output).requires_grad,
+        # the hidden states, if the gradients of all other inputs read nothing else
+        hidden=tuple(i for i, n in enumerate(inputs) if n in hidden and whole),
+        alone=alone,
+        programs=programs,
+    )
+    return Deferral(recipe, inputs)
+
+
+def _recipe_graph(
+    output: Node, nodes: Sequence[Node], products: Collection[Node], inputs: Sequence[Node]
+) -> GraphModule:
+    """Copies of nodes, as a function of their inputs, with autocast's casts of their operands."""
     graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in given}
+    copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
         if placement_name(node.target):
-            # only in dropped logits, of which only the shape is computed
+            # only in dropped logits, which have a shape and no values
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         operands = dict(copies)
         if node in products:
             dtype = value(node).dtype
             for operand in node.all_input_nodes:
-                if value(operand).dtype != dtype:  # the cast that autocast does
+                if value(operand).dtype != dtype:
                     operands[operand] = graph.call_method("to", (copies[operand], dtype))
         copies[node] = graph.node_copy(node, operands.__getitem__)
         copies[node].meta = {}
     graph.output(copies[output])
-    kinds = {does(node, products) for node in nodes}
-    rows = VIEW not in kinds
-    whole = kinds <= {VIEW, CAST, PRODUCT}
-    hidden = set[Node]()
-    others = set[Node]()
-    for product in products:
-        of = factors(product)
-        hidden |= {n for n in given if n is of.x}
-        others |= {n for n in (of.weight, of.bias) if n is not None}
-        rows = rows and of.shared
-    # of linear(x, x), all rows are read
-    hidden = hidden if hidden.isdisjoint(others) else set()
-    beside = [n for n in given if is_tensor(n) and n not in hidden | others]
-    rows = rows and bool(hidden) and _have_rows(hidden, beside, value(output))
-    recipe = Recipe(
-        GraphModule({}, graph),
-        tuple(i for i, n in enumerate(given) if n in hidden and rows),
-        source_line(products[0]),
-        value(output).requires_grad,
-        # the hidden states, if the gradients of all other inputs read nothing else
-        tuple(i for i, n in enumerate(given) if n in hidden and whole),
-        alone,
-        programs,
-    )
-    return Deferral(recipe, given)
+    return GraphModule({}, graph)
+
+
+class _DeferredOutput(NamedTuple):
+    """A deferred output without nodes: :func:`defer_outputs` must not keep the graph alive.
+
+    Attributes:
+        recipe, tail: as of :class:`Deferral`.
+        tail_inputs: the positions of the tail's inputs among the values of a call.
+        requires_grad: whether the output needs a gradient.
+    """
+
+    recipe: Recipe
+    tail: GraphModule | None
+    tail_inputs: list[int]
+    requires_grad: bool
 
 
 def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bool) -> Restore:
@@ -129,60 +150,59 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
 
     Args:
         gm: the graph; changed in place.
-        recipes: output → how it is deferred.
+        recipes: the deferral of each output.
         drop: whether the returned tensors raise an error when their values are read.
     """
-    if not recipes:
-        return as_compiled
     output = gm.graph.output_node()
     old: list[Any] = list(cast(Any, output.args[0]))
-    inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    inputs = dict.fromkeys(gm.graph.find_nodes(op="placeholder"))
     returned = dict.fromkeys(n for n in old if n not in recipes)
-    of_recipes = (n for deferral in recipes.values() for n in (*deferral.given, *deferral.beside))
+    of_recipes = (n for d in recipes.values() for n in (*d.inputs, *d.tail_inputs))
     needed = dict.fromkeys(n for n in of_recipes if n not in inputs)
-    read = [n for n in needed if n not in returned and numbers.follows_from_inputs(n)]
-    new = [n for n in returned | needed if n not in read]
+    computed = [n for n in needed if n not in returned and numbers.follows_from_inputs(n)]
+    new = [n for n in returned | needed if n not in computed]
     results = [n if n in returned else _shape_of(n, output) for n in new]
     device = value(next(iter(recipes))).device
-    output.args = ((*results, *numbers.products(output, results, read, device)),)
-    read_from = numbers.reader(gm.graph, read)
+    output.args = ((*results, *numbers.tensors_of_arguments(output, results, computed, device)),)
+    numbers_of = numbers.function_of_inputs(gm.graph, computed)
     count = len(results)
-    # Positions in (*inputs, *numbers, *results, *deferred), not nodes: restore must not keep the
-    # graph alive.
-    at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}
-    deferrals = {d.recipe: [at[n] for n in d.given] for d in recipes.values()}
-    made_of = [
-        (d.recipe, d.chain, [at[n] for n in d.beside], value(node).requires_grad)
-        for node, d in recipes.items()
+    # the positions of nodes among the values of a call
+    at = {n: i for i, n in enumerate((*inputs, *computed, *new, *recipes))}
+    recipe_inputs = {d.recipe: [at[n] for n in d.inputs] for d in recipes.values()}
+    deferred = [
+        _DeferredOutput(d.recipe, d.tail, [at[n] for n in d.tail_inputs], value(n).requires_grad)
+        for n, d in recipes.items()
     ]
-    at |= {n: len(at) + i for i, n in enumerate(recipes)}
     places = [at[n] for n in old]
-    trained = any(recipe.requires_grad for recipe in deferrals)
+    trained = any(recipe.requires_grad for recipe in recipe_inputs)
     switches = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     ends = bool(switches[-1].args[0]) if switches else None  # in the mode of the last one
 
     def restore(compiled: Compiled) -> Compiled:
-        def run(*args: Any) -> tuple[Any, ...]:
-            # AOTAutograd makes views of inputs anew, which have a history as in the graph
+        def restored(*args: Any) -> tuple[Any, ...]:
+            # AOTAutograd recreates views of inputs, which have a grad_fn as in the graph
             before = torch.is_grad_enabled()
             with torch.set_grad_enabled(before or trained):
                 results = compiled(*args)[:count]
             torch._C._set_grad_enabled(before if ends is None else ends)
-            known = [*args, *read_from(*args), *results]
-            made = {}
-            for recipe, given in deferrals.items():
+            call_values = [*args, *numbers_of(*args), *results]
+            logits = {}
+            for recipe, positions in recipe_inputs.items():
                 # as where the program computes the logits
                 with torch.set_grad_enabled(recipe.requires_grad):
-                    made[recipe] = tensor.defer(recipe, [known[i] for i in given], drop=drop)
-            for recipe, chain, beside, needs in made_of:
-                result = made[recipe]
-                if chain is not None:
-                    with torch.set_grad_enabled(needs), torch._C._DisableAutocast():
-                        result = chain.forward(result, *(known[p] for p in beside))
-                known.append(result)
-            return tuple(known[p] for p in places)
+                    operands = [call_values[i] for i in positions]
+                    logits[recipe] = tensor.defer(recipe, operands, drop=drop)
+            for one in deferred:
+                result = logits[one.recipe]
+                if one.tail is not None:
+                    with torch.set_grad_enabled(one.requires_grad), torch._C._DisableAutocast():
+                        result = one.tail.forward(
+                            result, *(call_values[i] for i in one.tail_inputs)
+                        )
+                call_values.append(result)
+            return tuple(call_values[i] for i in places)
 
-        return run
+        return restored
 
     return restore
 
@@ -191,27 +211,27 @@ def plain_inputs(examples: Sequence[Any]) -> tuple[list[Any], Restore]:
     """The example inputs of a graph with plain tensors in place of deferred logits, and a function
     that wraps the compiled graph so that it gets plain tensors too.
 
-    Dynamo passes plain tensors; the parts of a graph that DDP splits hand deferred logits on.
+    Dynamo passes plain tensors; the parts of a graph that DDP splits pass deferred logits on.
     """
     places = {i for i, example in enumerate(examples) if isinstance(example, tensor.DeferredLogits)}
 
     def plain(args: Sequence[Any]) -> list[Any]:
         return [a.plain if i in places else a for i, a in enumerate(args)]
 
-    def take(compiled: Compiled) -> Compiled:
+    def with_plain_inputs(compiled: Compiled) -> Compiled:
         return lambda *args: compiled(*plain(args))
 
-    return plain(examples), take if places else as_compiled
+    return plain(examples), with_plain_inputs if places else as_compiled
 
 
 def as_compiled(compiled: Compiled) -> Compiled:
-    """The restoring function of a graph without deferred outputs."""
+    """Returns the compiled graph unchanged: nothing is deferred."""
     return compiled
 
 
 def _shape_of(node: Node, output: Node) -> Node:
     """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur
-    in dropped logits only: the recipe reads the shape, and no gradient flows through it."""
+    in dropped logits only: the recipe reads the shape, and its gradient is not needed."""
     if not is_tensor(node) or not is_dtensor(value(node)):
         return node
     with node.graph.inserting_before(output):
@@ -220,9 +240,9 @@ def _shape_of(node: Node, output: Node) -> Node:
     return detached
 
 
-def _have_rows(hidden: Collection[Node], beside: Collection[Node], output: Tensor) -> bool:
-    """Whether each row of an output depends on the same row of the hidden states, and on what all
-    rows share."""
+def _have_rows(hidden: Collection[Node], factors: Collection[Node], output: Tensor) -> bool:
+    """True if each row of an output depends on the same row of the hidden states, and otherwise on
+    operands that all rows share."""
     alike = all(value(x).shape[:-1] == output.shape[:-1] for x in hidden)
-    # not torch.Size.numel(), which makes a number of a symbolic one; perhaps a factor per row
-    return alike and all(math.prod(value(n).shape[:-1]) == 1 for n in beside)
+    # not torch.Size.numel(), which replaces a symbolic size by a number
+    return alike and all(math.prod(value(n).shape[:-1]) == 1 for n in factors)

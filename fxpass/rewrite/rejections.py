@@ -1,9 +1,9 @@
-"""Why a loss, or a head, is not fused.
+"""Rejections: the reasons why losses and heads are not fused.
 
-In: a Dynamo graph, before the inner backend compiles it, and then what the pass on the joint graph
-says. Out: a :class:`Rejection` for every loss with a name that is left, and for every product that
-looks like a head. What the pass says comes first; it does not know of logits that enter the graph,
-of nested graphs, and of heads that it does not look at::
+In: a Dynamo graph, before the inner backend compiles it, and then the pass's records of the joint
+graphs. Out: a :class:`Rejection` for every loss with a name that is not fused, and for every such
+product that looks like a head. The pass's reason comes first; the pass does not see logits that
+enter the graph, nested graphs, and heads that are too small::
 
     %z = linear(%h, %w);  %s = sort(%z, 0);  %loss = cross_entropy(%s[0], %t)
     ->  not fused: train.py:12 loss = ...: aten.sort at train.py:11 works along rows
@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
+from fxpass import messages
 from fxpass.graph.calls import first_operand
 from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
 from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region, regions
 from fxpass.graph.source import call_name, source_line
 from fxpass.rewrite.heads import (
-    elements,
-    factors,
+    element_count,
+    has_head_shape,
+    has_softmax,
     is_multiplied,
     is_product,
     is_reduced,
-    takes_softmax,
-    too_small,
-    widens,
+    product_operands,
+    why_not_worth,
 )
 from fxpass.rows.backend import Rewritten
 
@@ -42,8 +43,8 @@ class Rejection:
     """A loss, or a head, that is not fused.
 
     Attributes:
-        node: the node at which reading stopped; the graph's output where nothing reads the logits.
-        reason: why, as a sentence without its first capital.
+        node: the node that is the reason; the graph's output where nothing reads the logits.
+        reason: a sentence without its first capital.
         source: the user's line of the loss or of the linear.
         of: the loss or the linear.
     """
@@ -55,7 +56,7 @@ class Rejection:
 
     @property
     def loss_elsewhere(self) -> bool:
-        """Whether it is a head whose logits leave the graph, which has no loss of them."""
+        """True for a head whose logits leave a graph that has no loss of them."""
         return self.node.op == "output"
 
     def __str__(self) -> str:
@@ -64,14 +65,16 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A loss, or a head, that may be left.
+    """A loss, or a head, that the pass may not fuse.
 
     Attributes:
         of: the loss or the product.
-        name, product: the names of the node, and of the product that makes its logits, in the joint
-            graph; empty if there is none.
-        node, reason: why it is left, and where, as far as Dynamo's graph shows it.
-        wide, small: whether a product has many classes, and whether its logits gain nothing.
+        name: the name of ``of`` in the joint graph.
+        product: the name there of the product that makes the logits; empty if there is none.
+        node, reason: as of :class:`Rejection`, as far as Dynamo's graph shows it; the reason may be
+            empty.
+        has_head_shape: whether ``of`` is a product with many classes, which the graph reduces.
+        small: whether its logits are not worth a loop.
     """
 
     of: Node
@@ -79,12 +82,12 @@ class Suspect:
     product: str
     node: Node
     reason: str = ""
-    wide: bool = False
+    has_head_shape: bool = False
     small: bool = False
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is a loss with a name."""
+        """True for a loss with a name."""
         return function_of(self.of) in LOSSES
 
 
@@ -95,8 +98,8 @@ def suspects_of(
 
     Args:
         gm: the graph.
-        nodes: by their names in the joint graph.
-        returned: products whose logits are returned, and what to do.
+        nodes: the graph's nodes, by their names in the joint graph.
+        returned: as of :class:`fxpass.rewrite.defer.DeferredOutputs`.
         least: the size of logits, in MiB, that are worth a loop.
     """
     names = {node: name for name, node in nodes.items()}
@@ -107,17 +110,16 @@ def suspects_of(
             continue
         for node in region.module.graph.nodes:
             if function_of(node) in LOSSES:
-                product, at, reason = _of_loss(region, node, least)
-                name = names.get(product, "") if product is not None else ""
-                found.append(Suspect(node, names[node], name, at, reason))
+                found.append(_suspected_loss(region, node, names, least))
             elif node in returned:
                 found.append(Suspect(node, names[node], names[node], end, returned[node]))
             elif is_product(node) and region.plain and not is_multiplied(region, node):
-                wide = widens(node) and is_reduced(node)
-                if wide or takes_softmax(node):
-                    small = wide and too_small([node], least) is not None
-                    of = node, names[node], names[node], node
-                    found.append(Suspect(*of, _why(node, least), wide, small))
+                head = has_head_shape(node) and is_reduced(node)
+                if head or has_softmax(node):
+                    small = head and why_not_worth([node], least) is not None
+                    reason = _reason_of_product(node, least)
+                    name = names[node]
+                    found.append(Suspect(node, name, name, node, reason, head, small))
     return tuple(found)
 
 
@@ -126,121 +128,102 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
 
     Args:
         suspects: its losses and heads.
-        made: what became of its joint graphs; none if a cache had the code and nothing is known of
-            it, or where another backend compiles it.
+        made: the records of its joint graphs; none if another backend compiles it, or if a cache
+            has the code and no record of it.
     """
-    fused = {name for one in made for name in one.names}
-    fused |= {head.name for one in made for head in one.heads}
-    declined = [why for one in made for why in one.declined]
+    fused = {name for joint in made for name in joint.names}
+    fused |= {head.name for joint in made for head in joint.heads}
+    declined = [why for joint in made for why in joint.declined]
     by_name = {why.name: why for why in reversed(declined)}
-    said = set[str]()
-    for one in (s for s in suspects if s.is_loss and s.name not in fused):
-        reason = one.reason
-        if one.product in by_name or (one.product and not reason and declined):
-            why = by_name.get(one.product, declined[0])
+    rejected = set[str]()
+    for loss in (s for s in suspects if s.is_loss and s.name not in fused):
+        reason = loss.reason
+        if loss.product in by_name or (loss.product and not reason and declined):
+            why = by_name.get(loss.product, declined[0])
             reason = f"{why.place} {why.reason}".strip()
-        if reason or (one.product and made):
-            said.add(one.product)
-            yield Rejection(one.node, (reason or _UNKNOWN) + _advice(reason), _line(one), one.of)
-    nothing = not (fused or said)
-    for one in (s for s in suspects if not s.is_loss and s.name not in fused | said):
-        reason = one.reason
-        returned = one.node.op == "output"
-        if one.name in by_name and not returned:
-            reason = f"{by_name[one.name].place} {by_name[one.name].reason}".strip()
-        if one.small:
-            log.debug("%s: %s", _line(one), reason)
-        elif reason and (one.wide or nothing or returned):
-            yield Rejection(one.node, reason, _line(one), one.of)
+        if reason or (loss.product and made):
+            rejected.add(loss.product)
+            reason = reason or messages.UNKNOWN_READER
+            yield Rejection(loss.node, reason, source_line(loss.of), loss.of)
+    nothing = not (fused or rejected)
+    for head in (s for s in suspects if not s.is_loss and s.name not in fused | rejected):
+        reason = head.reason
+        line = source_line(head.of)
+        returned = head.node.op == "output"
+        if head.name in by_name and not returned:
+            why = by_name[head.name]
+            reason = f"{why.place} {why.reason}".strip()
+        if head.small:
+            log.debug("%s: %s", line, reason)
+        elif reason and (head.has_head_shape or nothing or returned):
+            yield Rejection(head.node, reason, line, head.of)
 
 
-_UNKNOWN = "what is made of its logits is not known"
-_COLUMNS = (
-    ": one pass over logits has their rows, or their columns; where a loss of the columns has a "
-    "product of its own (b @ a.T beside a @ b.T), both fuse"
-)
-
-
-def _line(suspect: Suspect) -> str:
-    return source_line(suspect.of)
-
-
-def _advice(reason: str) -> str:
-    return _COLUMNS if "softmax" in reason and "works along rows" in reason else ""
-
-
-def _of_loss(region: Region, loss: Node, least: float) -> tuple[Node | None, Node, str]:
-    """The product that makes the logits of a loss; where reading stopped, and why it is left."""
+def _suspected_loss(region: Region, loss: Node, names: Mapping[Node, str], least: float) -> Suspect:
+    """A loss with the product that makes its logits, or the node at which the search ended."""
+    suspect = Suspect(loss, names[loss], "", loss)
     try:
         logits = first_operand(loss)
     except NoMatch as no:
-        return None, no.node, no.reason
-    found: tuple[Node | None, Node, str] = None, logits, "its logits are not computed by a linear"
+        return replace(suspect, node=no.node, reason=no.reason)
+    suspect = replace(suspect, node=logits, reason=messages.NOT_OF_LINEAR)
     todo = [(region, logits)]
     seen = {logits}
-    wanted = elements(logits)
+    count = element_count(logits)
     while todo:
         around, node = todo.pop()
         if is_product(node):
-            return node, node, _inside(around) or _why(node, least)
-        outer = _given(around, node)
+            reason = _reason_of_nesting(around) or _reason_of_product(node, least)
+            return replace(suspect, product=names.get(node, ""), node=node, reason=reason)
+        outer = _outer_argument(around, node)
         if outer is None and node.op not in ("call_function", "call_method"):
-            found = None, node, _not_computed_here(node)
+            suspect = replace(suspect, node=node, reason=_reason_of_input(node))
         sources = [(around, n) for n in node.all_input_nodes] if outer is None else [outer]
-        sources = [(r, n) for r, n in sources if n not in seen and _is_as_large(n, wanted)]
+        sources = [(r, n) for r, n in sources if n not in seen and _is_as_large(n, count)]
         todo += reversed(sources)
         seen.update(n for _, n in sources)
-    return found
+    return suspect
 
 
-def _why(product: Node, least: float) -> str:
-    """Why a product is no head, as far as itself shows it."""
-    if not factors(product).shared:
-        return "its rows have more than one weight, or bias"
-    return too_small([product], least) or ""
+def _reason_of_product(product: Node, least: float) -> str:
+    """The reason why a product is no head, as far as the product shows it."""
+    if not product_operands(product).shared:
+        return messages.SEVERAL_WEIGHTS
+    return why_not_worth([product], least) or ""
 
 
-def _inside(region: Region) -> str:
-    """Why what is in a nested graph is left."""
+def _reason_of_nesting(region: Region) -> str:
+    """The reason why a loss or head in a nested graph is not fused; empty if it may be."""
     while region.outer is not None and region.call is not None:
         if not region.plain and region.call.target not in AUTOGRAD_FUNCTIONS:
-            what = f"it is inside %{region.call.name} ({call_name(region.call)})"
-            nested = "activation checkpoints and custom functions"
-            return f"{what}; of nested graphs, only those of {nested} are fused"
+            return messages.NESTED.format(name=region.call.name, call=call_name(region.call))
         region = region.outer
     return ""
 
 
-def _given(region: Region, node: Node) -> tuple[Region, Node] | None:
+def _outer_argument(region: Region, node: Node) -> tuple[Region, Node] | None:
     """The argument of a checkpoint, or a custom function, for an input of its graph."""
     if node.op != "placeholder" or region.call is None or region.outer is None:
         return None
     if not region.plain and region.call.target not in AUTOGRAD_FUNCTIONS:
         return None
-    inputs = region.module.graph.find_nodes(op="placeholder")
+    inputs = list(region.module.graph.find_nodes(op="placeholder"))
     bodies = [nested_graph(argument) is not None for argument in region.call.args]
     given = region.call.args[len(bodies) - bodies[::-1].index(True) :]
-    place = list(inputs).index(node) - (len(list(inputs)) - len(given))
+    place = inputs.index(node) - (len(inputs) - len(given))
     outer = given[place] if 0 <= place < len(given) else None
     return (region.outer, outer) if isinstance(outer, Node) else None
 
 
-def _is_as_large(node: Node, wanted: int) -> bool:
+def _is_as_large(node: Node, count: int) -> bool:
     several = isinstance(node.meta.get("example_value"), tuple | list)
-    return several or (is_tensor(node) and elements(node) * 4 >= wanted)
+    return several or (is_tensor(node) and element_count(node) * 4 >= count)
 
 
-def _not_computed_here(node: Node) -> str:
+def _reason_of_input(node: Node) -> str:
     ended = getattr(node.graph.owning_module, "compile_subgraph_reason", None)
     if node.op == "placeholder" and getattr(ended, "reason", "").startswith("DDPOptimizer"):
-        return (
-            f"its logits enter the graph as %{node.name}: DistributedDataParallel's splitting put "
-            "the linear into another part; compute each loss right after its head, or set "
-            "torch._dynamo.config.optimize_ddp = False"
-        )
+        return messages.SPLIT_BY_DDP.format(name=node.name)
     if node.op == "placeholder":
-        return (
-            f"its logits enter the graph as %{node.name}: the linear is in another graph, or there "
-            "was a graph break between them (TORCH_LOGS=graph_breaks tells where)"
-        )
-    return f"its logits come from %{node.name} ({node.op}), not from a linear"
+        return messages.ENTERS.format(name=node.name)
+    return messages.NO_LINEAR.format(name=node.name, op=node.op)

@@ -1,10 +1,10 @@
 """Outcomes of graphs whose code comes from a cache of torch's.
 
-In: a Dynamo graph and the pass. AOTAutograd's cache answers a second process with code that has the
-calls, and does not run the pass; what it made of the joint graphs lies beside that cache, by the
-text of Dynamo's graph and the key of the pass::
+In: a Dynamo graph and the pass. Out: the pass's records of the joint graphs. AOTAutograd's cache
+gives a second process code that has the calls, and does not run the pass; the pass's records are
+stored beside that cache, by the text of Dynamo's graph and the key of the pass::
 
-    <cache_dir>/fxpass/<key>    what a report says of the heads, pickled
+    <cache_dir>/fxpass/<key>    the records, pickled
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def remembering(gm: GraphModule, rows: RowsPass) -> Iterator[None]:
-    """A block that compiles a graph. Behind it ``rows.made`` says what is in the compiled code,
-    also if that is of a cache; it is empty where nothing is known of the code."""
+    """A context in which a graph is compiled. After it, ``rows.made`` has the records of the
+    compiled code, also of a cache's code; it is empty where there is no record."""
     key = sha256((graph_text(gm) + rows.key()).encode()).hexdigest()
     place = Path(cache_dir(), "fxpass", key)
     yield
     try:
         if rows.made:
-            _write(place, [replace(one, found=None, graph=None) for one in rows.made])
+            _write(place, [replace(joint, found=None, graph=None) for joint in rows.made])
         elif place.exists():
             rows.made += pickle.loads(place.read_bytes())
     except Exception:  # a report is not worth a program

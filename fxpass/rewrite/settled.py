@@ -1,6 +1,6 @@
-"""The outcome of one graph, once the inner backend has compiled it: told to logs and counters.
+"""The outcome of one graph, once the inner backend has compiled it; logs and counters of it.
 
-In: an :class:`fxpass.rewrite.transform.Outcome`, and what the pass says of the joint graphs. Out:
+In: an :class:`fxpass.rewrite.transform.Outcome`, and the pass's records of the joint graphs. Out:
 the outcome with matches and rejections::
 
     fused: ...: region of 1 head, logits [48, 97]: renorm, sum
@@ -22,9 +22,9 @@ from fxpass.graph.functions import LOSSES, function_of, function_of_target
 from fxpass.graph.names import name_nodes
 from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
-from fxpass.op.rows import warm
+from fxpass.op.rows import compile_ahead
+from fxpass.plan.budget import MIB
 from fxpass.plan.choice import Choice
-from fxpass.plan.plan import MIB
 from fxpass.rewrite import dump
 from fxpass.rewrite.matches import RegionMatch, words_of
 from fxpass.rewrite.rejections import Rejection, rejections_of
@@ -39,7 +39,7 @@ def rows_pass(settings: Settings, needed: Collection[str] = ()) -> RowsPass:
     """The pass on the joint graph.
 
     Args:
-        settings: the user's.
+        settings: the user's settings.
         needed: the names of products whose logits must not exist.
     """
     return RowsPass(
@@ -52,37 +52,37 @@ def rows_pass(settings: Settings, needed: Collection[str] = ()) -> RowsPass:
     )
 
 
-def programs(settings: Settings) -> Programs:
-    """The compiler of functions of the logits of a graph."""
-    alone = replace(settings, min_logits_mb=0.0)
+def programs_of_logits(settings: Settings) -> Programs:
+    """The compiler of functions of deferred logits."""
+    unlimited = replace(settings, min_logits_mb=0.0)
 
-    def told(module: GraphModule, made: Sequence[Rewritten]) -> None:
+    def log_program(module: GraphModule, made: Sequence[Rewritten]) -> None:
         before = graph_text(module) if settings.dump or dump.is_traced() else ""
-        outcome = settled(Outcome((), nodes=name_nodes(module), before=before), made)
-        tell(outcome, module, made, settings)
+        outcome = with_matches(Outcome((), nodes=name_nodes(module), before=before), made)
+        log_outcome(outcome, module, made, settings)
 
-    return Programs(lambda: rows_pass(alone), settings.min_logits_mb * MIB, told)
+    return Programs(lambda: rows_pass(unlimited), settings.min_logits_mb * MIB, log_program)
 
 
-def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
-    """The outcome of a graph with what became of its joint graphs.
+def with_matches(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
+    """The outcome of a graph with the matches and rejections in its joint graphs.
 
     Args:
-        outcome: of Dynamo's graph.
-        made: of the graphs that AOTAutograd made of it; none where a cache had the code and nothing
-            is known of it, or where another backend compiles it.
+        outcome: the outcome of Dynamo's graph.
+        made: the records of its joint graphs; none if another backend compiles it, or if a cache
+            has the code and no record of it.
     """
     matches = list(outcome.deferred.matches)
     rejections = list[Rejection]()
     if not made and any(not suspect.reason for suspect in outcome.suspects):
         log.info("the joint graph is of a cache, or of another backend")
     try:
-        for one in made:
-            matches += _matches(outcome, one)
+        for joint in made:
+            matches += _matches(outcome, joint)
         rejections += rejections_of(outcome.suspects, made)
     except Exception:  # a report is not worth a program
         log.warning("the report failed", exc_info=True)
-    kernels = dict.fromkeys(k for one in made for part in one.parts for k in part.launches)
+    kernels = dict.fromkeys(k for joint in made for part in joint.parts for k in part.launches)
     return replace(
         outcome, heads=tuple(matches), rejections=tuple(rejections), kernels=tuple(kernels)
     )
@@ -101,33 +101,37 @@ def _matches(outcome: Outcome, made: Rewritten) -> Iterator[RegionMatch]:
         choices = tuple(part.choice for part in parts)
         formulas = [choice for choice in choices if isinstance(choice, Choice)]
         # their functions of rows are compiled by now
-        kernels = (name for part in parts for name in warm(part.text, part.device))
+        kernels = (name for part in parts for name in compile_ahead(part.text, part.device))
+        deferred = outcome.deferred
         yield RegionMatch(
-            source_line(losses[0]) if losses else heads[0].line,
-            tuple((head.rows, head.classes) for head in heads),
-            tuple(head.itemsize for head in heads),
-            heads[0].ops,
-            choices,
-            tuple(dict.fromkeys(kernels)),
-            "never" if names.isdisjoint(outcome.deferred.products) else outcome.deferred.mode,
-            len(losses),
-            words_of(formulas, len(losses)) if len(formulas) == len(choices) else "",
+            source=source_line(losses[0]) if losses else heads[0].line,
+            shapes=tuple((head.rows, head.classes) for head in heads),
+            itemsizes=tuple(head.itemsize for head in heads),
+            operations=heads[0].ops,
+            choices=choices,
+            kernels=tuple(dict.fromkeys(kernels)),
+            logits_mode="never" if names.isdisjoint(deferred.products) else deferred.mode,
+            named=len(losses),
+            words=words_of(formulas, len(losses)) if len(formulas) == len(choices) else "",
         )
 
 
 def _is_loss(node: Node) -> bool:
-    """Whether a node computes a loss with a name; in a program of deferred logits, in its modes."""
+    """True if a node computes a loss with a name. A program of deferred logits calls it in the
+    modes of the user's call."""
     function = getattr(node.target, "function", None)
     return (function_of(node) if function is None else function_of_target(function)) in LOSSES
 
 
 def text_after(gm: GraphModule, made: Sequence[Rewritten]) -> str:
     """A graph as text, and those of its joint graphs that have calls."""
-    return "\n\n".join([graph_text(gm), *(one.text for one in made if one.calls)])
+    return "\n\n".join([graph_text(gm), *(joint.text for joint in made if joint.calls)])
 
 
-def tell(outcome: Outcome, gm: GraphModule, made: Sequence[Rewritten], settings: Settings) -> None:
-    """Logs, counts and dumps what was done to a graph."""
+def log_outcome(
+    outcome: Outcome, gm: GraphModule, made: Sequence[Rewritten], settings: Settings
+) -> None:
+    """Logs, counts and dumps the rewrites of a graph."""
     counters["fusedce"]["matched"] += sum(head.losses for head in outcome.heads)
     counters["fusedce"]["rejected"] += len(outcome.rejections)
     for record in (*outcome.heads, *outcome.rejections):
@@ -136,6 +140,6 @@ def tell(outcome: Outcome, gm: GraphModule, made: Sequence[Rewritten], settings:
     if outcome.before:
         after = text_after(gm, made)
         if settings.dump:
-            dump.write(settings.dump, outcome.before, after, outcome.kernels)
+            dump.write_files(settings.dump, outcome.before, after, outcome.kernels)
         lines = (*outcome.heads, *outcome.rejections, *cast_lines(outcome.casts))
-        dump.trace(outcome.before, after, lines)
+        dump.write_trace(outcome.before, after, lines)

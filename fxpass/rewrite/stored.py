@@ -1,13 +1,14 @@
 """Compiled code that torch stores for other processes.
 
 torch stores code in files with ``TORCH_CACHING_PRECOMPILE=1`` and with ``aot_compile``. Another
-process runs the code without a call of any backend. So two things have to hold:
+process runs the code without a call of any backend. Two conditions follow:
 
-- The stored code returns what the program returns. torch stores the function of the inner backend,
-  not the function around it that makes deferred logits; therefore such graphs keep their logits.
-- The operator is registered before the code runs. Dynamo's precompiled code names the source code
-  that it was made from, and torch imports these modules, and compiles again if their code has
-  changed: the operator's functions join them. A function from ``aot_compile`` is unpickled by
+- The stored code returns the program's outputs. torch stores the function of the inner backend,
+  without the function around it that makes deferred logits; therefore such graphs return
+  materialised logits.
+- The operator is registered before the code runs. Dynamo's precompiled code has a list of its
+  sources, whose modules torch imports; if a source has changed, torch compiles again. The
+  operator's functions join this list. A function from ``aot_compile`` is unpickled by
   :class:`WithOperator`, and this module imports the operator.
 """
 
@@ -37,11 +38,11 @@ Compiled = Callable[..., Any]
 
 
 def is_stored(gm: GraphModule) -> bool:
-    """Whether torch stores the compiled function of a Dynamo graph."""
+    """True if torch stores the compiled function of a Dynamo graph."""
     return getattr(gm, "_backend_id", None) is not None
 
 
-def with_kept_logits(settings: Settings) -> Settings:
+def with_materialised_logits(settings: Settings) -> Settings:
     """The settings for a graph whose compiled function is stored."""
     if settings.logits in ("defer", "drop"):
         log.warning(
@@ -53,7 +54,8 @@ def with_kept_logits(settings: Settings) -> Settings:
 
 
 def with_operator(compiled: Compiled) -> Compiled:
-    """Makes the process that loads ``compiled``, which calls the operator, register it first."""
+    """``compiled``, which calls the operator, such that a process that loads it registers the
+    operator first."""
     sources = TracingContext.get_traced_code()
     if sources is not None:
         sources += _code_of_operator()
@@ -91,8 +93,9 @@ class WithOperator(SerializableCallable):
 
 def _code_of_operator() -> list[CodeType]:
     """The code of the operators' functions."""
-    each = [(module, f) for module in (rows, saved) for f in vars(module).values()]
-    functions = [
-        f for module, f in each if inspect.isfunction(f) and f.__module__ == module.__name__
+    return [
+        f.__code__
+        for module in (rows, saved)
+        for f in vars(module).values()
+        if inspect.isfunction(f) and f.__module__ == module.__name__
     ]
-    return [f.__code__ for f in functions]

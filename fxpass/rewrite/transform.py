@@ -23,8 +23,9 @@ from fxpass.deferred.programs import Programs
 from fxpass.graph.calls import written
 from fxpass.graph.names import name_nodes
 from fxpass.graph.nodes import is_tensor, value
-from fxpass.graph.region import Region, regions, return_once
+from fxpass.graph.region import Region, regions
 from fxpass.graph.text import graph_text
+from fxpass.releases.torch_2_11 import return_once
 from fxpass.rewrite import dump
 from fxpass.rewrite.defer import DeferredOutputs, defer_logits
 from fxpass.rewrite.heads import may_be_large
@@ -45,18 +46,19 @@ class Outcome:
     Attributes:
         casts: in the order of the graph.
         deferred: logits that leave.
-        suspects: losses and heads, which the joint graph may fuse.
-        later: the names of the products that may be heads in the joint graph.
-        heads, rejections: what became of the graph, when the inner backend has compiled it.
-        kernels: the launches of Triton kernels on a GPU, of the joint graphs.
-        nodes: of the rewritten graph, by the names that AOTAutograd's graphs have.
-        before: the graph as text, where it is dumped or traced.
+        suspects: losses and heads that the pass on the joint graph may leave.
+        candidates: the names of the products that may be heads in the joint graph.
+        heads, rejections: the matches and the rejections, once the inner backend has compiled the
+            graph.
+        kernels: the joint graphs' launches of Triton kernels on a GPU.
+        nodes: the rewritten graph's nodes, by their names in AOTAutograd's graphs.
+        before: the graph as text before the rewrites, if it is dumped or traced.
     """
 
     casts: tuple[Cast, ...]
     deferred: DeferredOutputs = field(default_factory=DeferredOutputs)
     suspects: tuple[Suspect, ...] = ()
-    later: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
     heads: tuple[RegionMatch, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     kernels: tuple[Any, ...] = ()
@@ -76,17 +78,17 @@ def transform(
 
     Args:
         gm: the graph, changed in place.
-        settings: what is rewritten.
+        settings: the user's settings.
         programs: compiles functions of deferred logits.
-        inputs: what the graph is compiled for, where known.
+        inputs: the graph's example inputs.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
+        MixedDtypeError: see :func:`fxpass.casts.casts.common_dtype`.
     """
     before = graph_text(gm) if settings.dump or dump.is_traced() else ""
     casts: list[Cast] = []
     for region in regions(gm):
-        return_once(region)
+        return_once(region.module)
         without_inference_mode(region)
         casts += cast_region(region, settings.mixed_dtypes)
     outcome = Outcome(tuple(casts), before=before)
@@ -106,20 +108,20 @@ def without_deferring(
     old: Outcome,
     settings: Settings,
     programs: Programs,
-    kept: Collection[str],
+    materialised: Collection[str],
 ) -> Outcome:
-    """The outcome of a graph that goes back to what it was before logits were deferred.
+    """Undoes the deferral of a graph's logits, and defers fewer of them.
 
     Args:
         gm: the graph, changed in place.
         old: its outcome.
-        settings, programs: as before.
-        kept: the names of products whose logits are not deferred now.
+        settings, programs: as of :func:`transform`.
+        materialised: the names of products whose logits are not deferred now.
     """
     assert old.deferred.untouched is not None
     gm.graph = old.deferred.untouched
     with _without_guards(gm):
-        return _deferred(gm, old, settings, programs, kept)
+        return _deferred(gm, old, settings, programs, materialised)
 
 
 def _deferred(
@@ -127,14 +129,14 @@ def _deferred(
     outcome: Outcome,
     settings: Settings,
     programs: Programs,
-    kept: Collection[str] = (),
+    materialised: Collection[str] = (),
 ) -> Outcome:
-    """Defers logits that leave, and notes what the joint graph may fuse."""
+    """Defers logits that leave, and lists the losses and heads that the joint graph may fuse."""
     deferred = DeferredOutputs()
     suspects = ()
     least = settings.min_logits_mb
     try:
-        deferred = defer_logits(Region(gm), settings, programs, kept)
+        deferred = defer_logits(Region(gm), settings, programs, materialised)
     except Exception:  # an unforeseen program runs without the rewrite
         log.warning("the search for logits that leave failed", exc_info=True)
     nodes = name_nodes(gm)
@@ -142,26 +144,32 @@ def _deferred(
         suspects = suspects_of(gm, nodes, deferred.returned, least)
     except Exception:  # a report is not worth a program
         log.warning("the search for losses failed", exc_info=True)
-    later = tuple(name for name, node in nodes.items() if may_be_large(node, least))
-    return replace(outcome, deferred=deferred, suspects=suspects, later=later, nodes=nodes)
+    return replace(
+        outcome,
+        deferred=deferred,
+        suspects=suspects,
+        candidates=tuple(name for name, node in nodes.items() if may_be_large(node, least)),
+        nodes=nodes,
+    )
 
 
 def _sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
-    """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
-    splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
-    Dynamo knows no source of them, and a guard on one raises. Recipes have numbers."""
+    """True if the inputs of a graph have its sizes. A part that DistributedDataParallel's splitting
+    makes gets logits of another part with symbols in the place of numbers (torch 2.13): Dynamo has
+    no source for these symbols, and a guard on a symbol raises. Recipes have numbers."""
     pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
-    sizes = (
-        pair for traced, given in tensors for pair in zip(traced.shape, given.shape, strict=False)
+    return not any(
+        isinstance(n, int) and not isinstance(m, int)
+        for traced, given in tensors
+        for n, m in zip(traced.shape, given.shape, strict=False)
     )
-    return not any(isinstance(n, int) and not isinstance(m, int) for n, m in sizes)
 
 
 @contextmanager
 def _without_guards(gm: GraphModule) -> Iterator[None]:
-    """A decision on a size, which the calls of the graph make again when they are traced, is no
-    guard of Dynamo's."""
+    """In this context a decision on a size adds no guard to Dynamo's: AOTAutograd repeats the
+    decision when it traces the graph."""
     tensors = (n.meta.get("example_value") for n in gm.graph.nodes)
     modes = (getattr(t, "fake_mode", None) for t in tensors)
     env = next((mode.shape_env for mode in modes if mode is not None), None)

@@ -1,14 +1,14 @@
-"""Heads that have the same sizes on all ranks, as far as a program shows it.
+"""Marks heads that have the same sizes on all ranks, as far as a program shows it.
 
-In: a graph of Dynamo. Out: the same graph, where products with such weights are marked. A mark
-stays with the nodes that AOTAutograd traces for it::
+In: a graph of Dynamo. Out: the same graph, where products with such weights are marked. The nodes
+that AOTAutograd traces for a product inherit its mark::
 
     F.linear(x, weight)    weight: DTensor [128, 8], Shard(0) over 2 ranks    marked
     F.linear(x, weight)    weight: DTensor [129, 8], Shard(0) over 2 ranks    not: 65 and 64
-    F.linear(x, weight)    weight: Tensor [64, 8], who knows                  not
+    F.linear(x, weight)    weight: Tensor [64, 8]                             not: ranks may differ
 
-A loop with collectives needs this: whether there is one, and how many rows its chunks have, is
-decided on each rank alone, from sizes.
+A loop with collectives needs such heads: each rank decides alone, from sizes, if there is a loop
+and how many rows its chunks have.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _LOCAL = ("to_local", "prim_to_local")
 
 
 def marked_alike() -> AbstractContextManager[None]:
-    """A context in which products are traced whose weights have the same sizes on all ranks."""
+    """A context that marks the products traced in it: all ranks' weights have the same sizes."""
     return annotate({_KEY: True})
 
 
 def is_alike(node: Node) -> bool:
-    """Whether a node was traced for a marked one."""
+    """Is true for a node that was traced for a marked product."""
     return bool(node.meta.get("custom", {}).get(_KEY))
 
 
-def mark(module: GraphModule) -> None:
+def mark_alike(module: GraphModule) -> None:
     """Marks the products of a graph of Dynamo, by the placements of their weights."""
     if compiled_for_all_ranks() or (_varies(module) and _has_parts(module)):
         return
@@ -57,21 +57,21 @@ def mark(module: GraphModule) -> None:
 
 
 def _varies(module: GraphModule) -> bool:
-    """Whether a size, or a number that is given, is a symbol."""
+    """Is true if an input is a symbolic number, or has a symbolic size."""
     values = [n.meta.get("example_value") for n in module.graph.find_nodes(op="placeholder")]
     sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _has_parts(module: GraphModule) -> bool:
-    """Whether a program works on its rank's part of a tensor. A number that says where that starts
-    is a symbol then, but not on the first rank, where it is 0: the ranks' graphs may differ."""
+    """Is true if a program works on its rank's part of a tensor. The part's offset may be a symbol,
+    but is 0 on the first rank: the ranks' graphs may differ."""
     local = (n for n in module.graph.nodes if placement_name(n.target) in _LOCAL)
     return any(not is_gathered(node) for node in local)
 
 
 def _is_even(node: Node) -> bool:
-    """Whether a node is an evenly sharded parameter, or a rank's part of one."""
+    """Is true for an evenly sharded parameter, and for a rank's part of such a parameter."""
     local = placement_name(node.target) in _LOCAL
     source = node.all_input_nodes[:1]
     if local or (node.op != "placeholder" and function_of(node) in _VIEWS):
@@ -80,7 +80,7 @@ def _is_even(node: Node) -> bool:
 
 
 def _divides(tensor: Any) -> bool:
-    """Whether a DTensor's shards have the same sizes, and one is sharded at all."""
+    """Is true for a DTensor that is sharded into shards of equal sizes."""
     if not is_dtensor(tensor):
         return False
     sizes = list(tensor.shape)

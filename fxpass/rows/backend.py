@@ -1,6 +1,6 @@
-"""Where the pass stands in AOTAutograd: the names of torch that it needs.
+"""The pass as AOTAutograd runs it: on a joint graph, or on an inference graph.
 
-In: a joint graph, or an inference graph. Out: the same graph with the calls, and what became of it.
+In: a graph. Out: the same graph with the calls, and a :class:`Rewritten`, the outcome.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -28,32 +28,42 @@ from torch.fx.traceback import preserve_node_meta
 from fxpass.graph.names import name_of
 from fxpass.graph.text import graph_text
 from fxpass.plan.worth import too_small
-from fxpass.rows.alike import mark
+from fxpass.rows.alike import mark_alike
+from fxpass.rows.aten_calls import A
 from fxpass.rows.chosen import choose_rows
-from fxpass.rows.collectives import gathers
+from fxpass.rows.collectives import spell_gathers
 from fxpass.rows.comparisons import check_passes
 from fxpass.rows.emit import emit
-from fxpass.rows.heads import PRODUCTS, may_have_heads, products
-from fxpass.rows.outer import own_outputs
+from fxpass.rows.heads import PRODUCTS, head_products, may_have_heads
+from fxpass.rows.outputs import own_outputs
 from fxpass.rows.reasons import Declined, FoundHead, FusedPart, declined, fused_part
-from fxpass.rows.regions import Found, regions
-from fxpass.rows.rules import A
-from fxpass.rows.sizes import numel, packet, shape, value
-from fxpass.rows.softmaxes import softmaxes
+from fxpass.rows.regions import Regions, find_regions
+from fxpass.rows.sizes import example, numel, packet, shape
+from fxpass.rows.softmaxes import restore_softmaxes
 from fxpass.rows.spelling import spell
 from fxpass.rows.stacks import unstack
 from fxpass.rows.tags import Stop
 
 log = logging.getLogger(__name__)
 
-# Attempts: whether parts of rows are heads of their own, whether only products with the most rows
-# are heads, whether classes come first. The first two count if they decline nothing.
-_ONCE = (False, False, False)
-_PARTS = (True, False, False)
-_LARGEST = (False, True, False)
-_FIRST = (False, False, True)
-# what decides the graph and its values
-CODE = ("rows", "region", "lower", "formula", "op", "aten", "kernels", "plan")
+
+class _Attempt(NamedTuple):
+    """How heads are looked for."""
+
+    parts: bool = False  # parts of rows are heads of their own
+    largest_only: bool = False  # only products with the most rows are heads
+    classes_first: bool = False  # logits are [V, N]
+    may_decline: bool = False  # the attempt counts even if it declines heads
+
+
+_ATTEMPTS = (
+    _Attempt(),
+    _Attempt(parts=True),
+    _Attempt(largest_only=True, may_decline=True),
+    _Attempt(classes_first=True, may_decline=True),
+)
+# the packages that decide the graph and its values
+CODE = ("rows", "region", "lower", "formula", "op", "aten", "kernels", "plan", "releases")
 
 
 @dataclass
@@ -61,17 +71,17 @@ class Rewritten:
     """The outcome of one graph.
 
     Attributes:
-        found: the regions; None if no head became calls.
-        calls: how many calls there are.
+        regions: the regions; None if there are no calls.
+        calls: the number of calls.
         heads: the heads whose logits do not exist any more, in the order of the graph.
+        parts: the calls, each with the names of its heads.
+        names: the names of Dynamo's nodes that were traced into a region.
         declined: why other heads are left as they are.
         graph: the joint graph, as it is compiled.
-        text: of the graph with the calls.
-        parts: the calls, each with the names of its heads.
-        names: of Dynamo's nodes of which something is in a region.
+        text: the text of the graph with the calls.
     """
 
-    found: Found | None = None
+    regions: Regions | None = None
     calls: int = 0
     heads: list[FoundHead] = field(default_factory=list)
     parts: list[FusedPart] = field(default_factory=list)
@@ -89,35 +99,39 @@ def rewrite(
     Args:
         module: changed in place, unless everything is declined.
         least_mb: the size of logits, in MiB, that are worth a loop.
-        strategy: as of :func:`fxpass.rows.regions.regions`.
+        strategy: as of :func:`fxpass.rows.regions.find_regions`.
         options: ``memory_mb``, ``compiled`` and ``accumulate`` of the loops.
     """
     result = Rewritten(graph=module)
     module.graph.eliminate_dead_code()
     if not may_have_heads(module.graph, least_mb):
         return result
-    for parts, largest, first in (_ONCE, _PARTS, _LARGEST, _FIRST):
-        attempt = _copied(module)
+    for attempt in _ATTEMPTS:
+        graph = _copied(module)
         try:
-            spell(attempt)
-            softmaxes(attempt)
-            unstack(attempt, products(attempt, least_mb))
-            gathers(attempt, products(attempt, least_mb))
-            chosen = choose_rows(attempt, products(attempt, least_mb), parts)
-            if parts and not chosen:
+            spell(graph)
+            restore_softmaxes(graph)
+            unstack(graph, head_products(graph, least_mb))
+            spell_gathers(graph, head_products(graph, least_mb))
+            chosen = choose_rows(graph, head_products(graph, least_mb), attempt.parts)
+            if attempt.parts and not chosen:
                 continue
-            found = regions(attempt, least_mb, first, largest, strategy)
-            if found is None:
+            regions = find_regions(
+                graph, least_mb, attempt.classes_first, attempt.largest_only, strategy
+            )
+            if regions is None:
                 continue
-            check_passes(found.rules, found.inside)
-            if costs := _too_small(found, least_mb):
+            check_passes(regions.rules, regions.inside)
+            if costs := _too_small(regions, least_mb):
                 log.debug("%s", costs)
                 return result
-            why = [declined(head, stop, found.later) for head, stop in found.declined.items()]
-            if found.parts and (largest or first or not why):
-                made = _emitted(attempt, found, options)
-                own_outputs(attempt, module.graph)
-                module.graph = attempt
+            why = [
+                declined(head, stop, regions.backward) for head, stop in regions.declined.items()
+            ]
+            if regions.parts and (attempt.may_decline or not why):
+                made = _emitted(graph, regions, options)
+                own_outputs(graph, module.graph)
+                module.graph = graph
                 module.recompile()
                 made.graph = module
                 made.declined = why
@@ -132,30 +146,32 @@ def rewrite(
     return result
 
 
-def _too_small(found: Found, least_mb: float) -> str | None:
-    """Why the heads of regions are not worth a loop."""
-    heads = [head for head in found.heads if head.node in found.inside]
+def _too_small(regions: Regions, least_mb: float) -> str | None:
+    """The reason for which the heads of regions are not worth a loop."""
+    heads = [head for head in regions.heads if head.node in regions.inside]
     if not heads:
         return None
-    taken = sum(numel(shape(head.node)) * value(head.node).itemsize for head in heads)
+    size = sum(numel(shape(head.node)) * example(head.node).itemsize for head in heads)
     hidden = heads[0].hidden if len(heads) == 1 else 0
-    return too_small(taken, sum(head.classes for head in heads), hidden, least_mb)
+    return too_small(size, sum(head.classes for head in heads), hidden, least_mb)
 
 
-def _emitted(graph: Graph, found: Found, options: Mapping[str, Any]) -> Rewritten:
-    """Puts the calls into a graph, and says what they are."""
-    names = {name for node in found.inside if (name := name_of(node))}
-    body = [{h.node for h in found.heads if h.node in part.body} for part in found.parts]
-    late = [not found.later.isdisjoint(part.results) for part in found.parts]
-    known = found.factor is not None
-    calls = emit(graph, found, options)
-    read = set(graph.nodes)
-    parts = [
-        fused_part(call, heads, backward and not known, backward and known)
-        for call, heads, backward in zip(calls, body, late, strict=True)
-        if call in read
-    ]
-    return Rewritten(found, len(parts), found.kept, parts, names)
+def _emitted(graph: Graph, regions: Regions, options: Mapping[str, Any]) -> Rewritten:
+    """Puts the calls into a graph; returns their records."""
+    names = {name for node in regions.inside if (name := name_of(node))}
+    heads = [head.node for head in regions.heads]
+    calls = emit(graph, regions, options)
+    live = set(graph.nodes)
+    in_forward = regions.factor is not None  # are gradients computed
+    parts = []
+    for call, part in zip(calls, regions.parts, strict=True):
+        own = [head for head in heads if head in part.body]
+        gradients = not regions.backward.isdisjoint(part.results)
+        if call in live:
+            parts.append(
+                fused_part(call, own, gradients and not in_forward, gradients and in_forward)
+            )
+    return Rewritten(regions, len(parts), regions.fused_heads, parts, names)
 
 
 def _copied(module: GraphModule) -> Graph:
@@ -167,19 +183,19 @@ def _copied(module: GraphModule) -> Graph:
 
 
 class UnfusedError(Exception):
-    """Products whose logits must not exist are no heads. Raised while AOTAutograd compiles, so that
-    no cache has the code."""
+    """Products whose logits must not exist are not fused. It is raised while AOTAutograd compiles:
+    no cache has the code then."""
 
 
 class RowsPass:
-    """The pass, of training and of inference graphs.
+    """The pass on training and inference graphs.
 
     Args:
         least_mb, strategy, options: as of :func:`rewrite`.
         needed: the names of the products of Dynamo's graph whose logits must not exist.
 
     Attributes:
-        made: what became of each graph.
+        made: the outcome of each graph.
         missed: the names of the needed products that were not fused.
     """
 
@@ -204,7 +220,7 @@ class RowsPass:
             self.rewrite(module)
 
     def rewrite(self, module: GraphModule) -> None:
-        """Rewrites a graph, and notes what became of it.
+        """Rewrites a graph, and adds the outcome to ``made``.
 
         Raises:
             UnfusedError: it has logits that must not exist.
@@ -220,7 +236,7 @@ class RowsPass:
             raise UnfusedError(f"logits of {sorted(self.missed)} exist")
 
     def key(self) -> str:
-        """Changes with the code and the settings: torch's caches are keyed by it."""
+        """A key for torch's caches: a hash of the code and the settings."""
         top = Path(__file__).parents[1]
         files = [file for name in CODE for file in sorted((top / name).glob("*.py"))]
         options = sorted(self.options.items())
@@ -228,15 +244,15 @@ class RowsPass:
         return str(get_hash_for_files(tuple(map(str, files)), extra=settings))
 
     def backend(self) -> Any:
-        """A backend of ``torch.compile`` that runs the rewritten graphs in eager. A graph without a
-        call is that of ``aot_eager``."""
+        """A backend of ``torch.compile`` that runs the rewritten graphs in eager. Compiles a graph
+        without a call as ``aot_eager`` does."""
 
         def partition(module: GraphModule, inputs: Any, **options: Any) -> Any:
-            found = self._decomposed(module)
-            return min_cut_rematerialization_partition(found, inputs, **options)
+            rewritten = self._rewritten(module)
+            return min_cut_rematerialization_partition(rewritten, inputs, **options)
 
         def inference(module: GraphModule, _: Any) -> Any:
-            return boxed_nop(self._decomposed(module), [])
+            return boxed_nop(self._rewritten(module), [])
 
         def plain(module: GraphModule, _: Any) -> Any:
             return boxed_nop(module, [])
@@ -250,40 +266,40 @@ class RowsPass:
         )
 
         def backend(module: GraphModule, inputs: Any, **options: Any) -> Any:
-            mark(module)
+            mark_alike(module)
             return compiled(module, inputs, **options)
 
         return backend
 
-    def _decomposed(self, module: GraphModule) -> GraphModule:
-        """The rewritten graph, of what Inductor makes of it before; the graph itself, if there is
-        no call in it."""
-        found = module
-        if may_have_heads(module.graph, self.least_mb) and not _raises(module.graph):
+    def _rewritten(self, module: GraphModule) -> GraphModule:
+        """The decomposed and rewritten graph; the graph itself, if that has no call."""
+        made = module
+        if may_have_heads(module.graph, self.least_mb) and not _mixes_dtypes(module.graph):
             try:
-                found = decomposed(module)
+                made = decomposed(module)
             except Exception:  # of dtypes that no kernel multiplies
                 log.debug("no decomposition", exc_info=True)
-        if found is module:
+        if made is module:
             self.made.append(Rewritten(graph=module))
             self._check(module.graph)
             return module
-        self.rewrite(found)
-        return found if self.made[-1].calls else module
+        self.rewrite(made)
+        return made if self.made[-1].calls else module
 
 
-def _raises(graph: Graph) -> bool:
-    """Whether a kernel of torch refuses class weights that a decomposition takes."""
+def _mixes_dtypes(graph: Graph) -> bool:
+    """Is true if a loss has class weights of another dtype than its logits: decompositions take
+    these, torch's kernels raise."""
     losses = (n for n in graph.nodes if packet(n) in _WEIGHTED)
-    weighted = ((value(n.args[0]), value(n.args[2])) for n in losses if n.args[2] is not None)
-    return any(of.dtype != weight.dtype for of, weight in weighted)
+    weighted = ((example(n.args[0]), example(n.args[2])) for n in losses if n.args[2] is not None)
+    return any(logits.dtype != weight.dtype for logits, weight in weighted)
 
 
 _WEIGHTED = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 
 
 class _Reshaping(PropagateUnbackedSymInts):
-    """Runs a graph whose tensors may have other strides than when it was traced."""
+    """Runs a graph whose tensors may have other strides than the traced ones."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         target = A.reshape.default if target is A.view.default else target
@@ -295,22 +311,22 @@ def decomposed(module: GraphModule) -> GraphModule:
     inputs = module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in inputs]
 
-    def run(*args: Any) -> Any:
+    def reshaping(*args: Any) -> Any:
         with preserve_node_meta():
             return _Reshaping(module).run(*args)
 
     mode = detect_fake_mode(values)
     with mode or nullcontext(), enable_python_dispatcher():
-        made = make_fx(run, decomposition_table=decompositions())(*values)
+        made = make_fx(reshaping, decomposition_table=decompositions())(*values)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
-        new.target = new.name = old.name  # the partitioner reads them
+        new.target = new.name = old.name  # the partitioner reads these
         new.meta |= {k: v for k, v in old.meta.items() if k != "val"}
     made.recompile()
     return made
 
 
 def decompositions() -> dict[Any, Any]:
-    """Those of Inductor, but for random numbers, which are eager's."""
+    """Inductor's decompositions, without those of random numbers, which stay as in eager."""
     random = torch.Tag.nondeterministic_seeded
-    found = select_decomp_table()
-    return {op: found[op] for op in found if random not in getattr(op, "tags", ())}
+    table = select_decomp_table()
+    return {op: table[op] for op in table if random not in getattr(op, "tags", ())}

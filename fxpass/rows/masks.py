@@ -1,12 +1,12 @@
-"""Rows of a result that its readers replace by 0: a call need not compute them.
+"""Rows of a result that its readers replace by 0: a call need not compute these rows.
 
-In: a result of a part. Out: the conditions of its readers, one of which holds where a row is read::
+In: a result of a part. Out: the masks of its readers: some mask holds for each row that is read::
 
     picked [N]    where(labels != -100, -picked, 0).sum()    labels != -100
     picked [N]    picked.sum()                               None: all rows are read
 
-What stands between may be any function of single values where a row is replaced, but linear where
-it is multiplied by a mask: 0 times inf is no 0.
+Elementwise functions may stand between the result and a reader that replaces rows, but only linear
+functions before a product with a mask: inf times 0 is not 0.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from fxpass.rows.rules import A, P, Ref, Rules
-from fxpass.rows.sizes import is_tensor, numel, packet, shape, value
+from fxpass.rows.aten_calls import A, P
+from fxpass.rows.rules import Ref, Rules
+from fxpass.rows.sizes import example, is_tensor_node, numel, packet, shape
 from fxpass.rows.tangents import META
 
 _LINEAR = {A.neg, A._to_copy, P.convert_element_type, A.view, A.reshape, A._unsafe_view, A.squeeze}
 _LINEAR |= {A.unsqueeze, A.alias, A.clone, A.select, A.slice, A.permute}
-_MOST = 32  # readers
+_MAX_READERS = 32
 
 
 class Mask(NamedTuple):
@@ -32,14 +33,16 @@ class Mask(NamedTuple):
     negated: bool
 
 
-def masks(rules: Rules, result: Node, inside: set[Node], late: set[Node]) -> list[Mask] | None:
-    """The masks of all readers of a result; None if some reader may read each row.
+def reader_masks(
+    rules: Rules, result: Node, inside: set[Node], dependent: set[Node]
+) -> list[Mask] | None:
+    """The masks of all readers of a result; None if a reader may read all rows.
 
     Args:
         rules: the plans of the graph.
         result: a value of rows without classes.
         inside: the nodes of regions.
-        late: the nodes that a mask must not be: what reads regions, or tangents.
+        dependent: the nodes that depend on regions or on tangents: none of them can be a mask.
     """
     found: list[Mask] = []
     todo = [(result, True)]
@@ -50,17 +53,17 @@ def masks(rules: Rules, result: Node, inside: set[Node], late: set[Node]) -> lis
             seen += 1
             if packet(user) in META:
                 continue
-            if user.op != "call_function" or user in inside or seen > _MOST:
+            if user.op != "call_function" or user in inside or seen > _MAX_READERS:
                 return None
             mask = _mask(rules, user, node, linear)
             if mask is not None:
-                if mask.ref.node in late or value(mask.ref.node).is_complex():
+                if mask.ref.node in dependent or example(mask.ref.node).is_complex():
                     return None
                 found.append(mask)
             elif packet(user) in _LINEAR:
                 todo.append((user, linear))
             elif torch.Tag.pointwise in getattr(user.target, "tags", ()):
-                if not is_tensor(user) or numel(shape(user)) != numel(shape(node)):
+                if not is_tensor_node(user) or numel(shape(user)) != numel(shape(node)):
                     return None
                 todo.append((user, False))
             else:
@@ -69,7 +72,7 @@ def masks(rules: Rules, result: Node, inside: set[Node], late: set[Node]) -> lis
 
 
 def _mask(rules: Rules, user: Node, node: Node, linear: bool) -> Mask | None:
-    """The mask of a reader."""
+    """The mask by which a reader replaces rows of a node; None if it replaces none."""
     args = list(user.args)
     if args.count(node) != 1:
         return None
@@ -97,6 +100,6 @@ def _mask(rules: Rules, user: Node, node: Node, linear: bool) -> Mask | None:
 
 def _is_zero(rules: Rules, value: Any) -> bool:
     if isinstance(value, Node):
-        number = value.args[0] if packet(value) is A.scalar_tensor else rules.fill(value)
+        number = value.args[0] if packet(value) is A.scalar_tensor else rules.fill_value(value)
         return isinstance(number, int | float) and number == 0
     return value == 0

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.pointwise import masked
-from fxpass.rows.rules import A, Env, NodePlan, Ref, Rules, fit, rule
-from fxpass.rows.sizes import hint, is_one, packet, shape, value
+from fxpass import messages
+from fxpass.rows.aten_calls import A
+from fxpass.rows.canonical import align, zero_outside
+from fxpass.rows.rules import Env, NodePlan, Ref, Rules, rule
+from fxpass.rows.sizes import example, is_one, packet, shape, size_hint
 from fxpass.rows.tags import Stop, Tag, letter_of, relettered
 
 
 @rule("mm", "addmm")
 def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
-    """A product of two matrices, of which one has rows, or both."""
+    """A product of two matrices of which one or both have rows."""
     bias = None
     if packet(node) is A.addmm:
         if any(v != 1 for v in node.kwargs.values()):
-            raise Stop("scales a product")
+            raise Stop(messages.PRODUCT_SCALED)
         bias, a, b = node.args
     else:
         a, b = node.args[:2]
@@ -36,25 +41,25 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     else:
         found = of_a if of_a is not None and of_a.letters[1] == "r" else of_b
         if found is None or "r" not in found.letters or bias is not None:
-            raise Stop("is a product of other rows")
+            raise Stop(messages.PRODUCT_OF_OTHERS)
         return _over_rows(rules, a, b, found)  # pyright: ignore[reportArgumentType]
     x, weight = (a, b) if side == 0 else (b, a)
     assert isinstance(x, Node)
     assert isinstance(weight, Node)
-    if rules.tag(weight) is not None:
-        raise Stop("is a product of different rows")
-    if want is not None and hint(shape(node)[1 - side]) < hint(shape(x)[1 - side]):
-        raise Stop("is a product that is no head")
+    if rules.tags_of(weight) is not None:
+        raise Stop(messages.PRODUCT_OF_ROWS)
+    if want is not None and size_hint(shape(node)[1 - side]) < size_hint(shape(x)[1 - side]):
+        raise Stop(messages.PRODUCT_NO_HEAD)
     inner = letter_of(shape(x)[1 - side], rules.classes)
-    of_x = rules.ref(x, tag.like(f"r{inner}" if side == 0 else f"{inner}r"))
+    of_x = rules.ref(x, tag.with_letters(f"r{inner}" if side == 0 else f"{inner}r"))
     of_weight = Ref("shared", weight, "kk")
     # a product with the weight of a head ends with hidden values
     hidden = rules.is_weight(weight) and want is None
     outer = "k" if hidden else letter_of(shape(node)[1 - side], rules.classes)
-    result = want or tag.like(f"r{outer}" if side == 0 else f"{outer}r")
+    result = want or tag.with_letters(f"r{outer}" if side == 0 else f"{outer}r")
     refs = [of_x, of_weight]
     if isinstance(bias, Node):
-        refs.append(rules.spread(bias, result, shape(node)))
+        refs.append(rules.broadcast_ref(bias, result, shape(node)))
 
     def run(env: Env) -> Tensor:
         matrix = env.shared(of_weight)
@@ -64,7 +69,7 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
         made = torch.mm(env.full(of_x), matrix)
         if len(refs) < 3:
             return made
-        return made + fit(env.get(refs[2]), refs[2].letters, result.letters)
+        return made + align(env.get(refs[2]), refs[2].letters, result.letters)
 
     return NodePlan(result, refs, run)
 
@@ -72,13 +77,13 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> NodePlan:
     """``aᵀ b``, a sum over rows, as the gradient of a weight is."""
     if not (rules.has_classes(a) or rules.has_classes(b)):
-        raise Stop("sums rows of no classes")
-    left = rules.ref(a, tag.like("kr"))
-    right = rules.ref(b, tag.like("rk"))
+        raise Stop(messages.SUMS_ROWS)
+    left = rules.ref(a, tag.with_letters("kr"))
+    right = rules.ref(b, tag.with_letters("rk"))
 
     def run(env: Env) -> Tensor:
-        x = masked(env, env.full(left), tag)
-        y = masked(env, env.full(right), tag)
+        x = zero_outside(env, env.full(left), tag)
+        y = zero_outside(env, env.full(right), tag)
         return torch.mm(x.t(), y)
 
     return NodePlan(None, [left, right], run, (tag.view,))
@@ -86,41 +91,51 @@ def _over_rows(rules: Rules, a: Node, b: Node, tag: Tag) -> NodePlan:
 
 @rule("bmm")
 def bmm(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
-    """A batch of products: with one matrix, with one for each of another dimension, or of rows."""
+    """A batch of products: with one matrix, with a matrix for each entry of a dimension without
+    rows, or with a matrix for each row."""
     a, b = node.args[:2]
     assert isinstance(a, Node)
     assert isinstance(b, Node)
     of_a = rules.tag_of(a)
     of_b = rules.tag_of(b)
+    if want is None and of_b is None and of_a is not None and re.match("(rr|kr)[^r]", of_a.letters):
+        return _shared_matrices(rules, node, a, b, of_a)
+    for tag in (of_a, of_b):
+        if tag is not None and tag.letters[0] == "r" and "r" not in tag.letters[1:]:
+            return _row_products(rules, node, tag, tag is not of_a)
+    raise Stop(messages.BATCHED_PRODUCT)
+
+
+def _shared_matrices(rules: Rules, node: Node, a: Node, b: Node, tag: Tag) -> NodePlan:
+    """Rows ``a`` with matrices ``b`` that are the same for all rows."""
     sizes = shape(node)
-    if want is None and of_b is None and of_a is not None:
-        letters = of_a.letters
-        if letters[:2] in ("rr", "kr") and letters[2] != "r":
-            if letters[0] == "r" and not (is_one(sizes[0]) or value(b).stride(0) == 0):
-                raise Stop("multiplies each row by a matrix of its own")
-            outer = "k" if rules.is_weight(b) else letter_of(sizes[2], rules.classes)
-            x = rules.ref(a, of_a)
-            weight = Ref("shared", b, "kkk")
+    letters = tag.letters
+    if letters[0] == "r" and not (is_one(sizes[0]) or example(b).stride(0) == 0):
+        raise Stop(messages.MATRIX_EACH_ROW)
+    last = "k" if rules.is_weight(b) else letter_of(sizes[2], rules.classes)
+    x = rules.ref(a, tag)
+    weight = Ref("shared", b, "kkk")
 
-            def of_weight(env: Env) -> Tensor:
-                tensor = env.full(x)
-                matrices = env.shared(weight)
-                if letters[0] == "r":
-                    return torch.matmul(tensor, matrices[0])
-                return torch.matmul(tensor.movedim(0, 1), matrices).movedim(0, 1)
+    def run(env: Env) -> Tensor:
+        tensor = env.full(x)
+        matrices = env.shared(weight)
+        if letters[0] == "r":
+            return torch.matmul(tensor, matrices[0])
+        return torch.matmul(tensor.movedim(0, 1), matrices).movedim(0, 1)
 
-            return NodePlan(of_a.like(letters[:2] + outer), [x, weight], of_weight)
-    for tag, own, other, turned in ((of_a, a, b, False), (of_b, b, a, True)):
-        if tag is None or tag.letters[0] != "r" or "r" in tag.letters[1:]:
-            continue
-        of_other = tag.like(relettered("rkk", shape(other), rules.classes))
-        x = rules.ref(own, tag)
-        y = rules.ref(other, of_other)
+    return NodePlan(tag.with_letters(letters[:2] + last), [x, weight], run)
 
-        def of_rows(env: Env, x: Ref = x, y: Ref = y, turned: bool = turned) -> Tensor:
-            left = env.full(x)
-            right = env.full(y)
-            return torch.bmm(right, left) if turned else torch.bmm(left, right)
 
-        return NodePlan(tag.like(relettered("rkk", sizes, rules.classes)), [x, y], of_rows)
-    raise Stop("is a batched product in a way that is not known")
+def _row_products(rules: Rules, node: Node, tag: Tag, swapped: bool) -> NodePlan:
+    """A product for each row; the tag is that of the second factor if ``swapped``."""
+    factors: Any = node.args[:2]
+    own, other = reversed(factors) if swapped else factors
+    x = rules.ref(own, tag)
+    y = rules.ref(other, tag.with_letters(relettered("rkk", shape(other), rules.classes)))
+
+    def run(env: Env) -> Tensor:
+        tensors = env.full(x), env.full(y)
+        return torch.bmm(*reversed(tensors)) if swapped else torch.bmm(*tensors)
+
+    result = tag.with_letters(relettered("rkk", shape(node), rules.classes))
+    return NodePlan(result, [x, y], run)

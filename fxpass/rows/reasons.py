@@ -1,6 +1,6 @@
-"""A report's lines of heads: those in a call, and the reasons why others stay as they are.
+"""A report's lines of heads: those in a call, and the reasons for which others are left.
 
-In: a product and the node that ended its region. Out: records, which print one line each::
+In: a product and the node that ended its region. Out: records, each of which prints one line::
 
     >>> print(Declined("train.py:9 z = head(x)", "aten.renorm at train.py:12", "has no rule"))
     train.py:9 z = head(x): aten.renorm at train.py:12 has no rule
@@ -17,32 +17,33 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from fxpass.graph.names import name_of
 from fxpass.graph.source import source_line, source_place
 from fxpass.kernels.call import Launch
-from fxpass.op.rows import listed
+from fxpass.op.rows import describe_call
+from fxpass.plan.budget import size_text
 from fxpass.plan.choice import Choice
-from fxpass.plan.plan import size
 from fxpass.region.loop import Loop
+from fxpass.rows.aten_calls import VIEWS
 from fxpass.rows.heads import Head
-from fxpass.rows.rules import VIEWS, Rules
-from fxpass.rows.sizes import hint, numel, packet, shape, value
+from fxpass.rows.rules import Rules
+from fxpass.rows.sizes import example, numel, packet, shape, size_hint
 from fxpass.rows.tags import Stop
 
 
 @dataclass(frozen=True)
 class Declined:
-    """Why a head is left as it is.
+    """The reason for which a head is left as it is.
 
     Attributes:
-        head: the line of its product; empty if no head of the graph could be told apart.
-        place: the operation that ended its region, and its line; empty if none did.
-        reason: what the operation does, or what failed.
-        name: of the product in Dynamo's graph; empty where none is known.
+        head: the line of the head's product; empty if the reason is of the whole graph.
+        place: the operation that ended the head's region, and its line; empty if none did.
+        reason: a verb phrase about the operation, or the failure.
+        name: the product's name in Dynamo's graph; empty if it has none.
     """
 
     head: str
@@ -60,13 +61,13 @@ class FoundHead:
     """A head whose logits do not exist any more.
 
     Attributes:
-        name: of its product in Dynamo's graph, or the line.
-        line: of what reduces its region's classes first; of its product, if nothing does.
-        rows, classes: of its logits.
-        itemsize: of a logit, in bytes.
-        region: the number of its region; heads of one region share their calls.
-        ops: the short names of what forward computes of its region's classes, in the graph's order.
-        names: of Dynamo's nodes of which something is in its region.
+        name: the product's name in Dynamo's graph, or its line.
+        line: the line of the first reduction of classes in the head's region, or of the product.
+        rows, classes: the sizes of the logits.
+        itemsize: the bytes of a logit.
+        region: the number of the head's region; heads of one region share their calls.
+        ops: short names of forward's operations on classes in the region, in the graph's order.
+        names: the names of Dynamo's nodes that were traced into the region.
     """
 
     name: str
@@ -82,18 +83,18 @@ class FoundHead:
         return f"{self.line}: logits [{self.rows}, {self.classes}]: {', '.join(self.ops)}"
 
 
-def declined(head: Node | None, stop: Stop, later: Iterable[Node] = ()) -> Declined:
-    """Says why a head is left as it is.
+def declined(head: Node | None, stop: Stop, backward: Iterable[Node] = ()) -> Declined:
+    """The record of a head that is left as it is.
 
     Args:
-        head: its product; None if no head of the graph could be told apart.
-        stop: what ended the region.
-        later: the nodes of backward.
+        head: the head's product; None if the reason is of the whole graph.
+        stop: the refusal that ended the region.
+        backward: the nodes of backward.
     """
     node = stop.node
     place = ""
     if node is not None:
-        where = "in backward of" if node in later else "at"
+        where = "in backward of" if node in backward else "at"
         place = f"{_full_name(node)} {where} {source_place(node)}"
     line, name = ("", "") if head is None else (source_line(head), name_of(head) or "")
     return Declined(line, place, str(stop), name)
@@ -105,10 +106,10 @@ class FusedPart:
 
     Attributes:
         heads: the names of its products.
-        choice: how it runs, for a report; of a call with a formula, as a record.
+        choice: how the call runs, for a report: a record if it has a formula, else text.
+        text: the text of its loop.
+        device: the device of its tensors.
         launches: the Triton kernels of a call with a formula.
-        text: of its loop.
-        device: of its tensors.
     """
 
     heads: frozenset[str]
@@ -119,44 +120,44 @@ class FusedPart:
 
 
 def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: bool) -> FusedPart:
-    """A report's lines of a call.
+    """The record of a call.
 
     Args:
-        call: of ``fxpass::rows``.
+        call: a call of ``fxpass::rows``.
         heads: its products.
-        backward: whether it runs in backward.
-        gradients: whether forward computes gradients with it.
+        backward: it runs in backward.
+        gradients: it runs in forward, and computes gradients.
     """
     tensors: Any = map_arg(call.args[0], _without_data)
     text = str(call.args[1])
     loop = Loop.parse(text)
-    found = listed(tensors, text)
+    found = describe_call(tensors, text)
     names = frozenset(map(head_name, heads))
     device = tensors[0].device
     if found.choice is not None:
         symbolic = any(not isinstance(s, int) for n in call.all_input_nodes for s in shape(n))
-        reason = _AGAIN if backward else found.choice.reason
+        reason = _RECOMPUTES if backward else found.choice.reason
         choice = replace(found.choice, symbolic=symbolic, reason=reason, backward=backward)
         return FusedPart(names, choice, text, device, found.launches)
     planned = found.plan
     assert planned is not None
     how = "compiled by Inductor" if loop.compiled else "interpreted"
-    scratch = size(planned.scratch + planned.sums)
-    what = "the gradients are computed with the outputs" if gradients else "no gradients"
-    what = _AGAIN if backward else what
+    scratch = size_text(planned.scratch + planned.sums)
+    computed = "the gradients are computed with the outputs" if gradients else "no gradients"
+    computed = _RECOMPUTES if backward else computed
     outputs = f"{len(loop.results)} result{'s' * (len(loop.results) != 1)}"
     rows = f"{planned.rows} rows at a time: {scratch} of scratch"
-    choice = f"loop of {outputs}, {how}: {rows}; {what}"
+    choice = f"loop of {outputs}, {how}: {rows}; {computed}"
     return FusedPart(names, choice, text, device)
 
 
-_AGAIN = "backward computes the logits again"
+_RECOMPUTES = "backward computes the logits again"
 
 
 def _without_data(node: Node) -> torch.Tensor:
-    tensor = value(node)
-    sizes = [hint(s) for s in tensor.shape]
-    strides = [hint(s) for s in tensor.stride()]
+    tensor = example(node)
+    sizes = [size_hint(s) for s in tensor.shape]
+    strides = [size_hint(s) for s in tensor.stride()]
     with FakeTensorMode():
         return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
 
@@ -168,31 +169,31 @@ def head_name(product: Node) -> str:
 
 def found_heads(
     rules: Rules,
-    graph: Graph,
     heads: Sequence[Head],
     inside: Collection[Node],
     component: Mapping[Node, Node],
-    later: Collection[Node],
+    backward: Collection[Node],
 ) -> list[FoundHead]:
-    """A report's lines of the heads whose regions run in calls.
+    """A report's records of the heads whose regions run in calls.
 
     Args:
         inside: the nodes of regions.
-        component: for each of them, one that stands for its region.
-        later: the nodes of backward.
+        component: for each of these nodes, the node that stands for its region.
+        backward: the nodes of backward.
     """
     silent = (*VIEWS, operator.getitem)
-    forward = {n for n in tree_leaves(graph.output_node().args) if n not in later}
-    of = list(dict.fromkeys(component[head.node] for head in heads))
-    ops: dict[Node, list[Node]] = {c: [] for c in of}
-    for node in reversed(list(graph.nodes)):
+    outputs = tree_leaves(rules.graph.output_node().args)
+    forward = {n for n in outputs if n not in backward}
+    regions = list(dict.fromkeys(component[head.node] for head in heads))
+    ops: dict[Node, list[Node]] = {region: [] for region in regions}
+    for node in reversed(list(rules.graph.nodes)):
         if node not in forward:
             continue
         forward.update(node.all_input_nodes)
         computes = packet(node) not in silent and any(map(rules.has_classes, node.all_input_nodes))
         if computes and node in inside and component[node] in ops:
             ops[component[node]].insert(0, node)
-    names: dict[Node, set[str]] = {c: set() for c in of}
+    names: dict[Node, set[str]] = {region: set() for region in regions}
     for node in inside:
         if component[node] in names and (name := name_of(node)):
             names[component[node]].add(name)
@@ -207,8 +208,8 @@ def found_heads(
             line=line(head.node),
             rows=numel(shape(head.node)) // head.classes,
             classes=head.classes,
-            itemsize=value(head.node).dtype.itemsize,
-            region=of.index(component[head.node]),
+            itemsize=example(head.node).dtype.itemsize,
+            region=regions.index(component[head.node]),
             ops=_short_names(ops[component[head.node]]),
             names=frozenset(names[component[head.node]]),
         )

@@ -1,4 +1,4 @@
-"""Sizes of the tensors of a graph, which are compared without a guard.
+"""Sizes of the tensors of a graph, compared without a guard.
 
 In: a size of an example value. Out: an int, or an expression that can be compared and hashed::
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-UNKNOWN = 1 << 20  # what a size that has no hint is taken for
+NO_HINT = 1 << 20  # the hint of a size that depends on data
 
 
 def key(size: Any) -> Any:
@@ -29,16 +29,16 @@ def key(size: Any) -> Any:
     return int(expr) if expr.is_number else expr
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two sizes are known to be equal."""
+def same_size(a: Any, b: Any) -> bool:
+    """Is true if two sizes are equal for all values of their symbols."""
     if key(a) == key(b):
         return True
     return not (isinstance(a, int) and isinstance(b, int)) and statically_known_true(a == b)
 
 
-def agree(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal; if they are as they were traced, a guard holds them so."""
-    return same(a, b) or (hint(a) == hint(b) != UNKNOWN and bool(a == b))
+def guard_equal(a: Any, b: Any) -> bool:
+    """Is true if two sizes are equal. Adds a guard if only their hints show it."""
+    return same_size(a, b) or (size_hint(a) == size_hint(b) != NO_HINT and bool(a == b))
 
 
 def keys(sizes: Iterable[Any]) -> tuple[Any, ...]:
@@ -47,46 +47,46 @@ def keys(sizes: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def is_one(size: Any) -> bool:
-    """Whether a size is known to be 1."""
+    """Is true for a size that is always 1."""
     return key(size) == 1
 
 
-def hint(size: Any) -> int:
+def size_hint(size: Any) -> int:
     """A size as it was traced; ``UNKNOWN`` if it depends on data."""
     size = size.meta["val"] if isinstance(size, Node) else size
     if not isinstance(size, torch.SymInt):
-        return int(size) if isinstance(size, int) or size.is_number else UNKNOWN
-    return int(size.node.hint) if size.node.has_hint() else UNKNOWN
+        return int(size) if isinstance(size, int) or size.is_number else NO_HINT
+    return int(size.node.hint) if size.node.has_hint() else NO_HINT
 
 
-def is_known(sizes: Iterable[Any]) -> bool:
-    """Whether no size depends on data."""
+def all_backed(sizes: Iterable[Any]) -> bool:
+    """Is true if no size depends on data."""
     return all(not isinstance(s, torch.SymInt) or s.node.has_hint() for s in sizes)
 
 
 def numel(sizes: Sequence[Any]) -> int:
-    """The product of the hints."""
-    return math.prod(map(hint, sizes))
+    """The product of the sizes' hints."""
+    return math.prod(map(size_hint, sizes))
 
 
-def value(node: Node) -> Any:
+def example(node: Node) -> Any:
     """The example value of a node."""
     return node.meta.get("val")
 
 
-def is_tensor(node: Any) -> bool:
-    """Whether something is a node of a tensor."""
-    return isinstance(node, Node) and isinstance(value(node), Tensor)
+def is_tensor_node(node: Any) -> bool:
+    """Is true for a node whose example value is a tensor."""
+    return isinstance(node, Node) and isinstance(example(node), Tensor)
 
 
 def shape(node: Node) -> tuple[Any, ...]:
     """The sizes of a node's tensor."""
-    return tuple(value(node).shape)
+    return tuple(example(node).shape)
 
 
 def packet(node: Node) -> Any:
-    """The packet of an ATen call, such as ``aten.add``; else the target, and that of a view of bits
-    in another dtype, which is no view of the same numbers."""
+    """The overload packet of an ATen call, such as ``aten.add``; another node's target. Of ``view``
+    to another dtype the overload, as it is no view of the same numbers."""
     if node.target is torch.ops.aten.view.dtype:
         return node.target
     return getattr(node.target, "overloadpacket", node.target)

@@ -1,7 +1,7 @@
-"""Softmaxes that decompositions have taken apart, put together again.
+"""Decomposed softmaxes as single operations again.
 
-In: a graph. Out: the graph, changed in place. A formula is read of these, and rounds as they do.
-Those that no region has are taken apart again: Inductor takes no other::
+In: a graph. Out: the graph, changed in place. Formulas are read from softmaxes, and round as these
+do. Those outside of regions are decomposed once more, as Inductor needs::
 
     d = z - amax(z);  d - log(sum(exp(d)))    _log_softmax(z)
     d = z - amax(z);  exp(d) / sum(exp(d))    _softmax(z)
@@ -16,35 +16,29 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fxpass.rows.rules import A
-from fxpass.rows.sizes import packet, shape, value
+from fxpass.rows.aten_calls import A
+from fxpass.rows.sizes import example, packet, shape
 
 _SQUEEZES = (A.squeeze, A.view, A.reshape)
 
 
-def softmaxes(graph: Graph) -> None:
-    """Replaces what is a softmax, its logarithm, or the logarithm of its sum."""
+def restore_softmaxes(graph: Graph) -> None:
+    """Replaces decomposed ``softmax``, ``log_softmax`` and ``logsumexp`` by these operations."""
     for node in graph.nodes:
-        found = None
-        if node.target is A.sub.Tensor:
-            found = _log_softmax(node)
-        elif node.target is A.div.Tensor:
-            found = _softmax(node)
-        elif node.target is A.add.Tensor:
-            found = _logsumexp(node)
-        if found is None:
+        if node.target not in _RESTORED:
             continue
-        target, args = found
+        operation, arguments = _RESTORED[node.target]
+        if (args := arguments(node)) is None:
+            continue
         with graph.inserting_before(node):
-            made = graph.call_function(target, args)
+            made = graph.call_function(operation, args)
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
 
 
-def taken_apart(call: Callable[..., Node], node: Node) -> Node | None:
-    """The operations that a node of :func:`softmaxes` was put together of; None for
-    another node.
+def decomposed_softmax(call: Callable[..., Node], node: Node) -> Node | None:
+    """The decomposition of a node of :func:`restore_softmaxes`; None for another node.
 
     Args:
         call: makes a node of a target and its arguments.
@@ -56,7 +50,7 @@ def taken_apart(call: Callable[..., Node], node: Node) -> Node | None:
     largest = call(A.amax.default, z, dims, True)
     if node.target is A.logsumexp.default:
         infinite = call(A.eq.Scalar, call(A.abs.default, largest), math.inf)
-        like = {"dtype": value(node).dtype, "device": value(node).device}
+        like = {"dtype": example(node).dtype, "device": example(node).device}
         zero = call(A.scalar_tensor.default, 0, **like)
         finite = call(A.where.self, infinite, zero, largest)
         total = call(
@@ -87,38 +81,39 @@ def _shifted(node: Any) -> tuple[Node, int] | None:
     return (z, dims[0] % len(shape(z))) if len(dims) == 1 else None
 
 
-def _summed(node: Any, terms: Any, dim: int, keeps: bool) -> bool:
-    """Whether a node is the sum of some terms over a dimension."""
+def _is_sum(node: Any, terms: Any, dim: int, keeps: bool) -> bool:
+    """Is true if a node is the sum of the terms over a dimension."""
     if not _is(node, A.sum.dim_IntList) or node.args[0] is not terms or node.kwargs:
         return False
     dims, *keep = node.args[1:]
     return [d % len(shape(terms)) for d in dims] == [dim] and bool(keep and keep[0]) == keeps
 
 
-def _log_softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+def _log_softmax_args(node: Node) -> tuple[Node, int, bool] | None:
     args: Any = node.args
     shifted, log = args
-    if (of := _shifted(shifted)) is None or not _is(log, A.log.default):
+    if (found := _shifted(shifted)) is None or not _is(log, A.log.default):
         return None
+    z, dim = found
     total: Any = log.args[0]
     terms: Any = total.args[0] if _is(total, A.sum.dim_IntList) else None
     if not _is(terms, A.exp.default) or terms.args[0] is not shifted:
         return None
-    return (A._log_softmax.default, (*of, False)) if _summed(total, terms, of[1], True) else None
+    return (z, dim, False) if _is_sum(total, terms, dim, True) else None
 
 
-def _softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+def _softmax_args(node: Node) -> tuple[Node, int, bool] | None:
     args: Any = node.args
     terms, total = args
     if not _is(terms, A.exp.default) or node.kwargs:
         return None
-    of = _shifted(terms.args[0])
-    if of is None or not _summed(total, terms, of[1], True):
+    if (found := _shifted(terms.args[0])) is None:
         return None
-    return A._softmax.default, (*of, False)
+    z, dim = found
+    return (z, dim, False) if _is_sum(total, terms, dim, True) else None
 
 
-def _logsumexp(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+def _logsumexp_args(node: Node) -> tuple[Node, list[int], bool] | None:
     args: Any = node.args
     log, largest = args
     if not _is(log, A.log.default) or node.kwargs:
@@ -129,26 +124,41 @@ def _logsumexp(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
     if not _is(shifted, A.sub.Tensor):
         return None
     z, finite = shifted.args
-    same = isinstance(largest, Node) and packet(largest) in _SQUEEZES and largest.args[0] is finite
-    dim = _finite(finite, z)
-    if dim is None or not (same or largest is finite):
+    squeezed = (
+        isinstance(largest, Node) and packet(largest) in _SQUEEZES and largest.args[0] is finite
+    )
+    dim = _finite_max_dim(finite, z)
+    if dim is None or not (squeezed or largest is finite):
         return None
-    if not _summed(total, terms, dim, not same) or value(node).dim() + same != value(z).dim():
+    if not _is_sum(total, terms, dim, not squeezed):
         return None
-    return A.logsumexp.default, (z, [dim], not same)
+    if example(node).dim() + squeezed != example(z).dim():
+        return None
+    return z, [dim], not squeezed
 
 
-def _finite(node: Any, z: Node) -> int | None:
+def _finite_max_dim(node: Any, z: Node) -> int | None:
     """The dimension of ``where(abs(amax(z)) == inf, 0, amax(z))``."""
     if not _is(node, A.where.self):
         return None
     infinite, zero, largest = node.args
     if not _is(infinite, A.eq.Scalar) or infinite.args[1] != math.inf:
         return None
-    size = infinite.args[0]
-    of = size.args[0] if _is(size, A.abs.default) else None
-    is_zero = _is(zero, A.scalar_tensor.default) and zero.args[0] == 0
-    known = of is largest and is_zero and _is(largest, A.amax.default) and largest.args[0] is z
-    if not known or largest.args[2:] != (True,) or len(largest.args[1]) != 1:
+    magnitude = infinite.args[0]
+    if not _is(magnitude, A.abs.default) or magnitude.args[0] is not largest:
+        return None
+    if not _is(zero, A.scalar_tensor.default) or zero.args[0] != 0:
+        return None
+    if not _is(largest, A.amax.default) or largest.args[0] is not z:
+        return None
+    if largest.args[2:] != (True,) or len(largest.args[1]) != 1:
         return None
     return largest.args[1][0] % len(shape(z))
+
+
+# For the last operation of a decomposition: the operation, and the function of its arguments.
+_RESTORED: dict[Any, tuple[Any, Callable[[Node], tuple[Any, ...] | None]]] = {
+    A.sub.Tensor: (A._log_softmax.default, _log_softmax_args),
+    A.div.Tensor: (A._softmax.default, _softmax_args),
+    A.add.Tensor: (A.logsumexp.default, _logsumexp_args),
+}

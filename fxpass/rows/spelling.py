@@ -1,4 +1,4 @@
-"""One spelling for what decompositions spell in several ways.
+"""Gives computations that decompositions spell in several ways one spelling.
 
 In: a graph. Out: the graph, changed in place::
 
@@ -17,10 +17,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.rules import VIEWS, A, fill
-from fxpass.rows.sizes import is_one, is_tensor, key, keys, packet, shape, value
+from fxpass.rows.aten_calls import VIEWS, A, fill_value
+from fxpass.rows.sizes import example, is_one, is_tensor_node, key, keys, packet, shape
 
-# What is the same of rows as of all classes: reductions that may take one dimension after another.
+# Reductions of several dimensions that may run one dimension after another.
 _NESTED = {A.max.default: A.amax.default, A.min.default: A.amin.default}
 _NESTED |= {op: op for op in (A.amax.default, A.amin.default, A.any.dims, A.all.dims)}
 _NESTED |= {A.any.default: A.any.dims, A.all.default: A.all.dims}
@@ -29,63 +29,62 @@ _VIEWS = (A.view, A._unsafe_view, A.reshape)
 
 
 def spell(graph: Graph) -> None:
-    """Spells stacks, batches of one product, extremes of everything and labels of rows, which
-    forward and backward of one loss spell differently, in one way; equal labels are computed
-    once."""
-    known: dict[Any, Node] = {}
+    """Gives stacks, batches of one product, reductions and functions of labels one spelling:
+    forward and backward of a loss spell these differently. Merges equal labels and masks."""
+    first_nodes: dict[Any, Node] = {}
     for node in list(graph.nodes):
         made = None
-        if (
-            node.target is A._assert_tensor_metadata.default
-        ):  # of torch.export; the trace has seen it
-            graph.erase_node(node)
+        if node.target is A._assert_tensor_metadata.default:
+            graph.erase_node(node)  # torch.export adds these, and the trace has checked them
         elif packet(node) in _VIEWS:
-            made = _stacked(graph, node)
+            made = _spell_stack(graph, node)
         elif packet(node) is A.bmm and is_one(shape(node)[0]):
-            made = _product(graph, node)
-        elif packet(node) is A.mm and any(fill(factor) == 0 for factor in node.all_input_nodes):
-            made = _zeros(graph, node)
+            made = _spell_product(graph, node)
+        elif packet(node) is A.mm and any(
+            fill_value(factor) == 0 for factor in node.all_input_nodes
+        ):
+            made = _spell_zeros(graph, node)
         elif node.target in _NESTED:
-            made = _of_rows_first(graph, node)
+            made = _spell_reduction(graph, node)
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            made = _of_labels(graph, node)
+            made = _spell_labels(graph, node)
         if made is not None:
-            made.meta = node.meta | {"val": _without_view(value(node))}
+            made.meta = node.meta | {"val": _without_view(example(node))}
             node.replace_all_uses_with(made)
-        for one in (made, node) if made is not None else (node,):
-            if (same := _computed_before(one, known)) is not None:
-                one.replace_all_uses_with(same)
+        for new in (made, node) if made is not None else (node,):
+            if (equal := _equal_node(new, first_nodes)) is not None:
+                new.replace_all_uses_with(equal)
     graph.eliminate_dead_code()
 
 
-def _computed_before(node: Node, known: dict[Any, Node]) -> Node | None:
-    """A node that computes the same labels or mask."""
+def _equal_node(node: Node, first_nodes: dict[Any, Node]) -> Node | None:
+    """An earlier node that computes the same labels or mask."""
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    if not (pointwise or packet(node) in VIEWS) or not is_tensor(node):
+    if not (pointwise or packet(node) in VIEWS) or not is_tensor_node(node):
         return None
-    if value(node).is_floating_point() or value(node).is_complex():
+    if example(node).is_floating_point() or example(node).is_complex():
         return None
-    first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+    first = first_nodes.setdefault((node.target, str(node.args), str(node.kwargs)), node)
     return first if first is not node else None
 
 
-def _of_labels(graph: Graph, node: Node) -> Node | None:
-    """A function of ``unsqueeze(x, 1)`` as that of x, whose result is unsqueezed."""
-    tensors = [a for a in node.all_input_nodes if is_tensor(a) and shape(a)]
-    column = is_tensor(node) and len(shape(node)) == 2
+def _spell_labels(graph: Graph, node: Node) -> Node | None:
+    """Unsqueezes the result of a function instead of its arguments ``unsqueeze(x, 1)``."""
+    tensors = [a for a in node.all_input_nodes if is_tensor_node(a) and shape(a)]
+    column = is_tensor_node(node) and len(shape(node)) == 2
     if not column or not tensors or not all(map(_is_unsqueezed, tensors)):
         return None
     with graph.inserting_before(node):
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if a in tensors else a)
         inner = graph.call_function(node.target, args, kwargs)  # pyright: ignore
         made = graph.call_function(A.unsqueeze.default, (inner, 1))
-    inner.meta = node.meta | {"val": _without_view(value(node)[:, 0])}
+    inner.meta = node.meta | {"val": _without_view(example(node)[:, 0])}
     return made
 
 
 def _without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """An example value that is no view of another: torch stores graphs, but no such values."""
+    """An example value that is no view: torch cannot store a graph whose example values are."""
     return tensor.new_empty(tensor.shape)
 
 
@@ -93,7 +92,7 @@ def _is_unsqueezed(node: Node) -> bool:
     return packet(node) is A.unsqueeze and len(shape(node)) == 2 and node.args[1] in (1, -1)
 
 
-def _stacked(graph: Graph, node: Node) -> Node | None:
+def _spell_stack(graph: Graph, node: Node) -> Node | None:
     joined: Any = node.args[0]
     if packet(joined) is not A.cat or (len(joined.args) > 1 and joined.args[1]):
         return None
@@ -107,24 +106,24 @@ def _stacked(graph: Graph, node: Node) -> Node | None:
         rows = [graph.call_function(A.unsqueeze.default, (part, 0)) for part in parts]
         made = graph.call_function(A.cat.default, (rows, 0))
     for row in rows:
-        row.meta["val"] = _without_view(value(node)[:1])
+        row.meta["val"] = _without_view(example(node)[:1])
     return made
 
 
-def _product(graph: Graph, node: Node) -> Node:
+def _spell_product(graph: Graph, node: Node) -> Node:
     a, b = node.args
     with graph.inserting_before(node):
         factors = [graph.call_function(A.squeeze.dim, (factor, 0)) for factor in (a, b)]
         product = graph.call_function(A.mm.default, tuple(factors))
         made = graph.call_function(A.unsqueeze.default, (product, 0))
     for factor, of in zip(factors, (a, b), strict=True):
-        factor.meta["val"] = _without_view(value(of)[0])  # pyright: ignore[reportArgumentType]
-    product.meta = node.meta | {"val": value(node)[0]}
+        factor.meta["val"] = _without_view(example(of)[0])  # pyright: ignore[reportArgumentType]
+    product.meta = node.meta | {"val": example(node)[0]}
     return made
 
 
-def _zeros(graph: Graph, node: Node) -> Node:
-    """The product of zeros, such as the gradient of a sign."""
+def _spell_zeros(graph: Graph, node: Node) -> Node:
+    """A product with zeros, such as the gradient of a sign, as zeros."""
     with graph.inserting_before(node):
         sizes = [
             size
@@ -132,7 +131,7 @@ def _zeros(graph: Graph, node: Node) -> Node:
             else graph.call_function(A.sym_size.int, (node.args[d], d))
             for d, size in enumerate(shape(node))
         ]
-        options = {"dtype": value(node).dtype, "device": value(node).device}
+        options = {"dtype": example(node).dtype, "device": example(node).device}
         made = graph.call_function(A.full.default, (sizes, 0), options)
     for size, of in zip(sizes, shape(node), strict=True):
         if isinstance(size, Node):
@@ -140,22 +139,22 @@ def _zeros(graph: Graph, node: Node) -> Node:
     return made
 
 
-def _of_rows_first(graph: Graph, node: Node) -> Node | None:
-    """The extreme of the extremes, or the sum of the sums, of the last dimension."""
+def _spell_reduction(graph: Graph, node: Node) -> Node | None:
+    """Reduces the last dimension first, and then the others."""
     source: Any = node.args[0]
     sizes = shape(source)
     keep = bool(node.args[2]) if len(node.args) > 2 else False
     dims = (node.args[1] if len(node.args) > 1 else None) or range(len(sizes))
-    first = sorted({d % len(sizes) for d in dims}) if sizes else []  # pyright: ignore
-    if len(first) < 2 or first[-1] != len(sizes) - 1:
+    dims = sorted({d % len(sizes) for d in dims}) if sizes else []  # pyright: ignore
+    if len(dims) < 2 or dims[-1] != len(sizes) - 1:
         return None
-    if node.target is A.sum.dim_IntList and len(first) == len(sizes):
+    if node.target is A.sum.dim_IntList and len(dims) == len(sizes):
         return None  # a loop adds up all rows
     reduced = _NESTED[node.target]
     kwargs = dict(node.kwargs)
     with graph.inserting_before(node):
         rows = graph.call_function(reduced, (source, [-1], keep), kwargs)
-        made = graph.call_function(reduced, (rows, first[:-1], keep), kwargs)
-    last = value(source)[..., :1] if keep else value(source)[..., 0]
-    rows.meta["val"] = last.new_empty(last.shape, dtype=value(node).dtype)
+        made = graph.call_function(reduced, (rows, dims[:-1], keep), kwargs)
+    last = example(source)[..., :1] if keep else example(source)[..., 0]
+    rows.meta["val"] = last.new_empty(last.shape, dtype=example(node).dtype)
     return made

@@ -1,4 +1,4 @@
-"""Rules of views: of rows they compute nothing, of other dimensions they are taken of a chunk."""
+"""Rules of views: views of rows move no values, views of other dimensions run on a chunk."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.rows.rules import A, Env, NodePlan, P, Rules, fit, rule
-from fxpass.rows.sizes import packet, same, shape, value
+from fxpass import messages
+from fxpass.rows.aten_calls import A, P
+from fxpass.rows.canonical import align
+from fxpass.rows.rules import Env, NodePlan, Rules, rule
+from fxpass.rows.sizes import example, packet, same_size, shape
 from fxpass.rows.tags import (
     Stop,
     Tag,
-    others,
-    place,
+    canonical_dim,
+    inner_sizes,
     regrouped,
     relettered,
 )
@@ -21,23 +24,23 @@ from fxpass.rows.tags import (
 
 @rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
-    """The same elements in other dimensions."""
-    source = source_of(node)
+    """The same values in other dimensions."""
+    source = source_operand(node)
     after = shape(node)
     before = shape(source)
     if want is None:
         tag = tagged(rules, source)
         letters = regrouped(before, tag.letters, after, rules.classes)
-        made = tag.like(letters)
-        result = tag.like(letters, tag.view.reshape(made.row_sizes(after)))
+        made = tag.with_letters(letters)
+        result = tag.with_letters(letters, tag.view.reshape(made.row_sizes(after)))
         given = tag
     else:
         letters = regrouped(after, want.letters, before, rules.classes)
-        made = want.like(letters)
+        made = want.with_letters(letters)
         result = want
-        given = want.like(letters, want.view.reshape(made.row_sizes(before)))
+        given = want.with_letters(letters, want.view.reshape(made.row_sizes(before)))
     ref = rules.ref(source, given)
-    sizes = others(after, result.letters)
+    sizes = inner_sizes(after, result.letters)
 
     def run(env: Env) -> Tensor:
         tensor = env.get(ref)
@@ -49,8 +52,8 @@ def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 @rule("permute", "transpose", "t")
 def permute(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     """The dimensions in another order."""
-    source = source_of(node)
-    order = _order(node)
+    source = source_operand(node)
+    order = permutation(node)
     sizes = shape(source)
     if want is None:
         letters = tagged(rules, source).letters
@@ -61,18 +64,19 @@ def permute(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     if want is None:
         given = tagged(rules, source)
         view = given.view.then("permute", places, [sizes[d] for d in of_rows])
-        result = given.like("".join(letters[d] for d in order), view)
+        result = given.with_letters("".join(letters[d] for d in order), view)
     else:
         back = tuple(places.index(i) for i in range(len(places)))
         view = want.view.then("permute", back, [sizes[d] for d in sorted(of_rows)])
         result = want
-        given = want.like(letters, view)
+        given = want.with_letters(letters, view)
     ref = rules.ref(source, given)
-    inner = [place(letters, d) for d in order if letters[d] != "r"]
+    inner = [canonical_dim(letters, d) for d in order if letters[d] != "r"]
     return NodePlan(result, [ref], lambda env: env.get(ref).permute(0, *inner))
 
 
-def _order(node: Node) -> list[int]:
+def permutation(node: Node) -> list[int]:
+    """The order of dimensions in a ``permute``, ``transpose`` or ``t``."""
     rank = len(shape(node))
     if packet(node) is A.permute:
         return [d % rank for d in node.args[1]]  # pyright: ignore
@@ -86,22 +90,22 @@ def _order(node: Node) -> list[int]:
 
 @rule("expand")
 def expand(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
-    """Dimensions of one element as larger ones, and new dimensions in front."""
-    source = source_of(node)
+    """Larger dimensions in the place of those of size 1, and new dimensions in front."""
+    source = source_operand(node)
     sizes = shape(node)
     if want is None:
         tag = tagged(rules, source)
         start = len(sizes) - len(tag.letters)
         for i, letter in enumerate(tag.letters):
-            if letter == "r" and not same(shape(source)[i], sizes[start + i]):
-                raise Stop("spreads rows")
-        want = tag.like(relettered("k" * start + tag.letters, sizes, rules.classes))
+            if letter == "r" and not same_size(shape(source)[i], sizes[start + i]):
+                raise Stop(messages.ROWS_SPREAD)
+        want = tag.with_letters(relettered("k" * start + tag.letters, sizes, rules.classes))
     tag = want
-    ref = rules.spread(source, tag, sizes)
-    inner = others(sizes, tag.letters)
+    ref = rules.broadcast_ref(source, tag, sizes)
+    inner = inner_sizes(sizes, tag.letters)
 
     def run(env: Env) -> Tensor:
-        tensor = fit(env.get(ref), ref.letters, tag.letters)
+        tensor = align(env.get(ref), ref.letters, tag.letters)
         return tensor.expand(tensor.shape[0] if tensor.dim() else 1, *map(env.size, inner))
 
     return NodePlan(tag, [ref], run)
@@ -109,15 +113,15 @@ def expand(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 
 @rule("device_put", ns=P)
 def moved(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
-    """Another device: a loop runs on one."""
+    """Refuses a move to another device: a loop runs on a single device."""
     if want is not None:
-        raise Stop("moves a large operand between devices")
-    before = value(source_of(node)).device
-    after = value(node).device
-    raise Stop(f"moves the logits from {before} to {after}; move the labels to {before} instead")
+        raise Stop(messages.DEVICE_OF_OPERAND)
+    before = example(source_operand(node)).device
+    after = example(node).device
+    raise Stop(messages.DEVICE_OF_LOGITS.format(before=before, after=after))
 
 
-def source_of(node: Node) -> Node:
+def source_operand(node: Node) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
     return source
@@ -126,5 +130,5 @@ def source_of(node: Node) -> Node:
 def tagged(rules: Rules, node: Node) -> Tag:
     tag = rules.tag_of(node)
     if tag is None:
-        raise Stop("has no operand with rows")
+        raise Stop(messages.NO_ROWS)
     return tag

@@ -1,12 +1,12 @@
-"""The cross-entropy of a head that is sharded over ranks, of plain operations and collectives.
+"""The cross-entropy of a head that is sharded over ranks, in plain operations and collectives.
 
 In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes. Ranks
 exchange a maximum and some sums of each row::
 
     z = x @ weightᵀ - all_reduce(max)    loss = log all_reduce(Σ exp z) - all_reduce(z[label])
 
-The pass fuses it as any program: a rank that has fewer classes than others makes up for them, so
-that all ranks have the same sizes.
+The pass fuses the loss like any program. A rank with fewer classes than others pads them, so that
+all ranks have the same sizes.
 """
 
 from __future__ import annotations
@@ -43,79 +43,79 @@ def vocabulary_loss(
     sequence_dim: int | None,
     summed: bool = False,
 ) -> Tensor:
-    """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it.
+    """The loss, as one node of a Dynamo graph, through which AOTAutograd traces.
 
     Args:
-        x, weight, bias, target, class_weight: as :func:`fxpass.distributed.linear_cross_entropy`
-            has them; DTensors too.
+        x, weight, bias, target, class_weight: as in
+            :func:`fxpass.distributed.linear_cross_entropy`; or DTensors.
         first: this rank's first class.
-        classes: of all ranks.
-        group, ranks: the ranks that shard them.
+        classes: the number of all ranks' classes.
+        group, ranks: the name and the size of the group that shards the classes.
         reduction, ignore_index, label_smoothing, logits, sequence_dim: as there.
-        summed: whether x has all rows, and the caller adds its gradients up.
+        summed: x has all rows, and the caller sums its gradient over the ranks.
     """
     x = x if summed else whole_rows(x, group, sequence_dim)
-    weight = local(weight)
-    bias = None if bias is None else local(bias)
+    weight = local_shard(weight)
+    bias = None if bias is None else local_shard(bias)
     shape = x.shape[:-1]
-    here = weight.shape[0]
+    own = weight.shape[0]
     z = _logits(x.flatten(0, -2), weight, bias, -(-classes // ranks), logits)
     even = classes % ranks == 0
-    most = z.shape[-1]
-    exists = torch.arange(most, device=z.device) < here
-    z = z if even else z.masked_fill(~exists, float("-inf"))  # all ranks have as many
+    padded = z.shape[-1]
+    exists = torch.arange(padded, device=z.device) < own
+    z = z if even else z.masked_fill(~exists, float("-inf"))  # as many on all ranks
     z = z - all_reduce(z.detach().amax(-1, keepdim=True), "max", group)
 
-    def total(weights: Tensor) -> Tensor:
-        """This rank's part of a weighted sum over the classes."""
-        weights = weights[..., first : first + here].to(z.dtype)
+    def weighted_sum(weights: Tensor) -> Tensor:
+        """This rank's part of a weighted sum of the logits over the classes."""
+        weights = weights[..., first : first + own].to(z.dtype)
         if not even:
-            weights = F.pad(weights, (0, most - here))
+            weights = F.pad(weights, (0, padded - own))
             return (weights * z).masked_fill(~exists, 0).sum(-1)
         return (weights * z).sum(-1)
 
     ones = torch.ones((), dtype=z.dtype, device=z.device).expand(classes)
-    every = ones if class_weight is None else class_weight.to(z.dtype)
+    class_weights = ones if class_weight is None else class_weight.to(z.dtype)
     sums = [z.exp().sum(-1)]
-    index = left_out = None
+    index = ignored = None
     if target.is_floating_point():
         soft = target.flatten(0, -2).to(z.dtype)
-        soft = (soft * (1 - label_smoothing) + label_smoothing / classes) * every
-        of_row = soft.sum(-1)
-        sums.append(total(soft))
+        soft = (soft * (1 - label_smoothing) + label_smoothing / classes) * class_weights
+        row_weights = soft.sum(-1)
+        sums.append(weighted_sum(soft))
     else:
         index = target.flatten().long()  # uint8 cannot hold -100
-        left_out = index == ignore_index
-        index = index.masked_fill(left_out, 0)
-        of_row = every[index]  # raises for a class that does not exist
-        mine = (index >= first) & (index < first + here)
-        picked = z.gather(-1, (index - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1)
-        sums.append(picked.masked_fill(~mine, 0))
-        sums += [total(every)] * bool(label_smoothing)
+        ignored = index == ignore_index
+        index = index.masked_fill(ignored, 0)
+        row_weights = class_weights[index]  # raises for a class that does not exist
+        is_own = (index >= first) & (index < first + own)
+        picked = z.gather(-1, (index - first).masked_fill(~is_own, 0).unsqueeze(-1)).squeeze(-1)
+        sums.append(picked.masked_fill(~is_own, 0))
+        sums += [weighted_sum(class_weights)] * bool(label_smoothing)
     sums = _Summed.apply(torch.stack(sums, -1), group).unbind(-1)  # type: ignore[union-attr]
     norm = sums[0].log()
     if index is None:
-        losses = norm * of_row - sums[1]
+        losses = norm * row_weights - sums[1]
         count = torch.full_like(norm.sum(), losses.shape[0])
     else:
-        losses = (1 - label_smoothing) * of_row * (norm - sums[1])
+        losses = (1 - label_smoothing) * row_weights * (norm - sums[1])
         if label_smoothing:
-            losses = losses + label_smoothing / classes * (norm * every.sum() - sums[2])
-        losses = losses.masked_fill(cast(Tensor, left_out), 0)
-        count = of_row.masked_fill(cast(Tensor, left_out), 0).sum()
+            losses = losses + label_smoothing / classes * (norm * class_weights.sum() - sums[2])
+        losses = losses.masked_fill(cast(Tensor, ignored), 0)
+        count = row_weights.masked_fill(cast(Tensor, ignored), 0).sum()
     if reduction == "none":
         return losses.view(shape)
     return losses.sum() / count if reduction == "mean" else losses.sum()
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, transform: str) -> Tensor:
-    """This rank's logits, of as many classes as any rank has, at least in f32."""
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, classes: int, transform: str) -> Tensor:
+    """This rank's logits, padded to the largest number of classes of a rank, at least in f32."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if missing := most - weight.shape[0]:
+    if missing := classes - weight.shape[0]:
         weight = F.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing))
     with marked_alike():
@@ -125,8 +125,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, transform
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks, of a loss that all of them differentiate: each part has the gradient
-    of the sum."""
+    """The sum over the ranks. All ranks differentiate the same loss, so the gradient of each part
+    is that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: str) -> Any:
@@ -162,6 +162,6 @@ def whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
     return waited(gathered)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
     return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.loss.table import MIB
-from fxpass.plan.plan import plan
+from fxpass.plan.plan import plan_head
 from tests.support.gpus import H100, T4
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +58,9 @@ def test_the_memory_in_the_readmes_table(gpus):
         n, d, v = map(int, sizes)
         if "f32 weight" in what:
             spec = replace(memory.LOSS, unrounded=("weight",))
-            chunk = plan(n, d, v, torch.bfloat16, torch.device("cuda"), spec, False, True).scratch
+            chunk = plan_head(
+                n, d, v, torch.bfloat16, torch.device("cuda"), spec, False, True
+            ).scratch
             counted = chunk + 2 * d * v + 4 * d * v + 2 * n * d
         else:
             counted = memory.fusedce(n, d, v)

@@ -19,7 +19,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 
 from fxpass.backend import fusedce
-from fxpass.rewrite.inner import compile_inner
+from fxpass.rewrite.inner import InnerBackend, compile_inner
 
 V = 50
 
@@ -216,8 +216,9 @@ def test_the_name_of_a_region_reaches_an_inner_backend_that_takes_one(enabled, m
 
 
 def test_an_option_that_inductor_does_not_know_is_inductors_own_error():
+    inner = InnerBackend("inductor", options={"nothing": 1})
     with pytest.raises(Exception, match="Unexpected optimization option"):
-        compile_inner("inductor", torch.fx.symbolic_trace(Model().body), [], None, {"nothing": 1})
+        compile_inner(inner, torch.fx.symbolic_trace(Model().body), [])
 
 
 # ---------------------------------------------------------------- several steps

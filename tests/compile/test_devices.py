@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass import messages
 from fxpass.formula.operands import Operands
 from fxpass.formula.outputs import Moment
 from fxpass.formula.reductions import Reductions
@@ -28,8 +29,8 @@ from fxpass.op import ignored, row_chunks
 from fxpass.op.checks import check
 from fxpass.plan import plan
 from fxpass.region.loop import Loop
-from fxpass.region.split import split
-from fxpass.rewrite.settled import programs, rows_pass, settled
+from fxpass.region.split import split_loop
+from fxpass.rewrite.settled import programs_of_logits, rows_pass, with_matches
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
@@ -105,11 +106,11 @@ def outcome_of(program, devices, gpus) -> tuple[Outcome, list[FusedPart]]:
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         values = [node.meta["example_value"] for node in output.all_input_nodes]
         settings = Settings.read(SETTINGS)
-        outcome = transform(gm, settings, programs(settings), example_inputs)
+        outcome = transform(gm, settings, programs_of_logits(settings), example_inputs)
         rows = rows_pass(settings)
         rows.backend()(gm, example_inputs)
         parts = [part for made in rows.made for part in made.parts]
-        outcomes.append((settled(outcome, rows.made), parts))
+        outcomes.append((with_matches(outcome, rows.made), parts))
         return lambda *inputs: values
 
     torch.compile(program, backend=backend, fullgraph=True)(x, weight, labels)
@@ -143,7 +144,7 @@ def test_reductions_of_a_head_on_a_gpu(devices, gpus):
     assert len(outcome.heads) == 1
     assert not outcome.rejections
     assert part.device == devices[1]
-    formula = formula_of(split(Loop.parse(part.text)).function)
+    formula = formula_of(split_loop(Loop.parse(part.text)).function)
     assert set(formula.outputs) == {"pick", Moment(1, 1), "argmax"}
 
 
@@ -156,7 +157,9 @@ def test_logits_that_move(program, devices, gpus):
     assert not parts
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
-    assert f"moves the logits from {weight_device} to {x_device}" in rejection.reason
+    assert (
+        messages.DEVICE_OF_LOGITS.format(before=weight_device, after=x_device) in rejection.reason
+    )
 
 
 @pytest.mark.parametrize(("weight_device", "matched"), [(FIRST, 0), (CPU, 1)], ids=str)
@@ -243,7 +246,7 @@ def test_everything_happens_on_the_device_of_the_tensors(text, dtype, launches, 
     """Launches with it current, scratch and results, and what is asked of a device."""
     spec = spec_of(text)
     given = operands(dtype, len(spec.total))
-    some = plan.plan(7, D, V, dtype, SECOND, spec, True, bool(spec.gradients))
+    some = plan.plan_head(7, D, V, dtype, SECOND, spec, True, bool(spec.gradients))
     assert some.implementation == "triton"
     out, grads = reductions.forward(given, spec, some)
     if spec.gradients and not spec.total:
@@ -280,7 +283,7 @@ def run_loop(counted: int) -> list[Tensor]:
     tensors[1] = torch.where(tensors[0], tensors[1], torch.nan)
     given = [t.as_subclass(OnSecond) for t in tensors]
     with MadeThere():
-        return row_chunks.run(of, given, {"n": ROWS})
+        return row_chunks.run_loop(of, given, {"n": ROWS})
 
 
 @pytest.mark.parametrize("what", ["a CUDA graph", "little work"])
@@ -375,7 +378,7 @@ def test_the_implementation_is_that_of_the_device(gpus):
     gpus.have(V100, T4)
 
     def of(device: torch.device) -> plan.Plan:
-        return plan.plan(N, D, V, BF16, device, LOSS, False, True)
+        return plan.plan_head(N, D, V, BF16, device, LOSS, False, True)
 
     assert of(FIRST).implementation == "aten"
     assert of(SECOND).implementation == "triton"

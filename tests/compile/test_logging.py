@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from fxpass import messages
+
 INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
 
 PROGRAM = """\
@@ -57,7 +59,7 @@ def of_fxpass(caplog, level=logging.DEBUG):
     return [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno >= level]
 
 
-def messages(caplog, level=logging.DEBUG):
+def logged(caplog, level=logging.DEBUG):
     return [record.getMessage() for record in of_fxpass(caplog, level)]
 
 
@@ -121,7 +123,7 @@ def test_switched_off_it_says_so_and_counts_nothing(caplog, monkeypatch):
     monkeypatch.setenv("FUSEDCE", "0")
     caplog.set_level(logging.INFO, logger="fxpass")
     with_fusedce(fused, 0)(*INPUTS)
-    assert messages(caplog) == ["switched off: the graph goes to eager unchanged"]
+    assert logged(caplog) == ["switched off: the graph goes to eager unchanged"]
     assert not counters["fusedce"]
 
 
@@ -154,7 +156,7 @@ HIDDEN, LABELS = torch.ones(1024, 128), torch.zeros(1024).long()  # 2 MiB of log
 def test_no_line_is_about_a_hidden_layer(caplog, least):
     caplog.set_level(logging.DEBUG, logger="fxpass")
     with_fusedce(Block(), least)(HIDDEN, LABELS)
-    (line,) = messages(caplog)
+    (line,) = logged(caplog)
     assert "F.cross_entropy(logits, labels)" in line
     assert line.startswith("fused" if least == 1 else "not fused")
 
@@ -163,7 +165,7 @@ def test_a_small_head_without_a_loss_is_no_news(caplog):
     caplog.set_level(logging.DEBUG, logger="fxpass")
     with torch.no_grad():
         with_fusedce(Block().eval(), 100)(HIDDEN)
-    assert not messages(caplog)
+    assert not logged(caplog)
 
 
 def test_a_small_head_that_is_reduced_is_said_at_debug(caplog):
@@ -172,9 +174,9 @@ def test_a_small_head_that_is_reduced_is_said_at_debug(caplog):
 
     caplog.set_level(logging.DEBUG, logger="fxpass")
     with_fusedce(surprise, 100)(HIDDEN, torch.ones(512, 128))
-    (line,) = messages(caplog)
+    (line,) = logged(caplog)
     assert "its logits take 2.0 MiB, fewer than 100 MiB" in line
-    assert not messages(caplog, logging.INFO)
+    assert not logged(caplog, logging.INFO)
 
 
 # ---------------------------------------------------------------- where the loss is
@@ -186,12 +188,12 @@ def test_a_loss_outside_of_the_compiled_model_is_warned_of_once(caplog):
         model = Block(classes=1024)
         F.cross_entropy(with_fusedce(model, logits="keep")(HIDDEN), LABELS).backward()
         torch._dynamo.reset()
-    (line,) = messages(caplog, logging.WARNING)
+    (line,) = logged(caplog, logging.WARNING)
     code, first = inspect.getsourcelines(Block.forward)
     number = first + next(i for i, line in enumerate(code) if "self.head(" in line)
     assert f"tests/compile/test_logging.py:{number} logits = 30 * torch.tanh(self.head(x)" in line
     assert "returns its logits, 4.0 MiB, with gradients, and has no loss of them" in line
-    assert "compile the function that computes the loss, or pass labels" in line
+    assert messages.fixed(messages.RETURNED) in line
 
 
 class Layers(torch.nn.Sequential):
@@ -266,14 +268,14 @@ HIDDEN_VALUES = {
 def test_hidden_values_that_are_returned_are_no_logits(caplog, name):
     model, *args = HIDDEN_VALUES[name]
     with_fusedce(model())(*args)
-    assert not messages(caplog, logging.WARNING)
+    assert not logged(caplog, logging.WARNING)
 
 
 def test_logits_without_gradients_or_below_the_threshold_have_no_warning(caplog):
     with torch.no_grad():
         with_fusedce(Block())(HIDDEN)
     with_fusedce(Block(), 100)(HIDDEN)
-    assert not messages(caplog, logging.WARNING)
+    assert not logged(caplog, logging.WARNING)
 
 
 def test_deferred_logits_that_are_computed(caplog):
@@ -283,11 +285,11 @@ def test_deferred_logits_that_are_computed(caplog):
         loss, logits = step(HIDDEN, LABELS)
         loss.backward()
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
-        assert not messages(caplog, logging.WARNING)
+        assert not logged(caplog, logging.WARNING)
         logits.shape, logits[:, :7], logits.float(), logits.argmax(-1)
     logits.sort(0).values.sum()
     logits.sort(0).values.sum()
-    (line,) = messages(caplog, logging.WARNING)
+    (line,) = logged(caplog, logging.WARNING)
     number = test_deferred_logits_that_are_computed.__code__.co_firstlineno + 9
     assert f"test_logging.py:{number} logits.sort(0).values.sum() computes" in line
     assert "which were deferred: sum reads logits of before a step" in line

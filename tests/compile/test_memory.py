@@ -41,12 +41,12 @@ def test_a_whole_model_that_returns_its_logits():
 DIGEST = """
 import torch
 from fxpass.cli.memory import Memory
-from fxpass.op.fingerprint import Layout, fingerprint
+from fxpass.op.fingerprint import ReadOrder, fingerprint
 
 weight = torch.ones(1 << 13, 1 << 12, dtype={dtype})[:, {columns}]
 memory = Memory(torch.device("cpu"))
 memory.start()
-fingerprint(weight, Layout.of(weight))
+fingerprint(weight, ReadOrder.of(weight))
 print(memory.added())
 """
 

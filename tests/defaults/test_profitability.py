@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass import messages
 from fxpass.report import explain_with
 from fxpass.settings import Settings
 
@@ -56,7 +57,7 @@ def logged(x, weight, labels):
 def test_logits_that_are_kept_for_something_else():
     (reason,) = reasons(logged, *head())
     assert "aten.sort" in reason
-    assert "works along rows" in reason
+    assert messages.ALONG_ROWS in reason
 
 
 def test_hidden_states_wider_than_the_logits():

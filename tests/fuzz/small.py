@@ -13,18 +13,20 @@ from typing import Any
 from unittest import mock
 
 from fxpass.op import saved
-from fxpass.plan import plan, regions, worth
+from fxpass.plan import budget, parts, plan, regions, worth
 from fxpass.rewrite import defer
 
+ALIGNMENT = dict.fromkeys(parts.ALIGNMENT, 1)
 SIZES: dict[ModuleType, dict[str, Any]] = {
+    budget: {"MIB": 256, "CPU_LEAST": 256},
+    parts: {"BLOCK": 1, "OPERAND": 1, "LEAST": 2, "EFFICIENT": 2, "ALIGNMENT": ALIGNMENT},
     plan: {
-        **{"MIB": 256, "CPU_LEAST": 256, "CPU_TILE": 256, "CACHED": 64, "FEW_BYTES": 0},
-        **{"BLOCK": 1, "OPERAND": 1, "LEAST": 2, "LEAST_ROWS": 2, "EFFICIENT": 2},
-        **{"SLICE_CLASSES": 16, "ALIGNMENT": dict.fromkeys(plan.ALIGNMENT, 1)},
+        **{"CPU_TILE": 256, "CACHED": 64, "FEW_BYTES": 0, "SLICE_CLASSES": 16},
+        **{"BLOCK": 1, "LEAST": 2, "LEAST_ROWS": 2, "ALIGNMENT": ALIGNMENT},
     },
     regions: {"LEAST": 2, "LEAST_ROWS": 2, "CPU_TILE": 256, "FEW_BYTES": 0},
     worth: {"LEAST_CLASSES": 8},
-    defer: {"_WIDE": 1},
+    defer: {"_CLASSES_PER_HIDDEN": 1},
     saved: {"_LARGE": 1, "_ROUNDED_AT_A_TIME": 16},
 }
 

@@ -17,7 +17,7 @@ from tests.support.pairs import in_pairs
 def forget_kernels():
     """As a new process: no kernel is loaded."""
     PyCodeCache.cache_clear()
-    chunked.load.cache_clear()
+    chunked.jit_function.cache_clear()
 
 
 @pytest.mark.only_gpu

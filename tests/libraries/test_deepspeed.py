@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpass import messages
 from tests.support import tiny
 
 MISMATCH = (
@@ -82,7 +83,9 @@ def check_mixed(results: dict[str, Runs]) -> None:
         expected = {"1": (1, 0, 2), "3": (0, 1, 4)}.get(case, (1, 0, 3))
         assert (fused["matched"], fused["rejected"], fused["casts"]) == expected, case
         assert fused["head"][1] == "torch.bfloat16", case
-        assert any("probably read with the wrong dtype" in line for line in fused["said"]), case
+        assert any(
+            messages.fixed(messages.HALF_MEETS_BFLOAT16) in line for line in fused["said"]
+        ), case
         assert_trains_like(runs, "by hand", torch.float16, case)
     off, error = results["2"]["off"], results["2"]["error"]
     assert off["failure"] in MISMATCH

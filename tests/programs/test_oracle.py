@@ -8,6 +8,7 @@ import importlib
 import pytest
 import torch
 
+from fxpass import messages
 from tests.programs.catalog import LIBRARIES, MODULES, catalog
 from tests.programs.operands import OPERANDS, SIZES, TRAINED
 from tests.programs.row import F32, FORMULA, NOTHING, RAISES, REGION, Row
@@ -24,7 +25,7 @@ OUTCOMES = {
     "kept": (
         Row("kept", "(F.cross_entropy(z, labels), z.detach().sort(0).values[:, 7])"),
         # the loss of logits that stay is computed of them; values and indices
-        Outcome(NOTHING, left="mm, _log_softmax, 2 sort", reasons=("aten.sort", "works along rows"))),
+        Outcome(NOTHING, left="mm, _log_softmax, 2 sort", reasons=("aten.sort", messages.ALONG_ROWS))),
     "no": (Row("no", "F.cross_entropy(z.cumsum(0), labels)"),
            Outcome(NOTHING, left="mm, cumsum, _log_softmax", reasons=("cumsum",))),
     "silent": (Row("silent", "z.sort(0).values.sort(-1).values[:, 7]"),

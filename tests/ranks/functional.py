@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fxpass.distributed import linear_cross_entropy
-from fxpass.formula.shards import dealt
+from fxpass.formula.shards import class_shard
 from tests.ranks.case import Case, Rank, Values, in_orders, same
 
 B, S, D = 2, 6, 5
@@ -109,7 +109,7 @@ class Call:
             weight = distribute_tensor(weight, here.mesh(), [Shard(0)])
             bias = None if bias is None else distribute_tensor(bias, here.mesh(), [Shard(0)])
         else:
-            first, count = dealt(self.v, here.world, here.rank)
+            first, count = class_shard(self.v, here.world, here.rank)
             x = x if dim is None else x.chunk(here.world, dim)[here.rank]
             weight, bias = (None if t is None else t[first : first + count] for t in (weight, bias))
         leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]

@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fxpass.graph.placements import one_rank_settings
+from fxpass import messages
+from fxpass.releases.torch_2_13 import one_rank_settings
 from tests.ranks.case import (
     Case,
     Rank,
@@ -267,7 +268,7 @@ def case(
 
 
 MEAN = "48 | 384"  # of loss_parallel: the logits of the labels are added up behind the call
-UNEVEN = "is a collective, and sizes of the head may differ between ranks"
+UNEVEN = messages.COLLECTIVE_SIZES
 MODELS = {
     "loss_parallel": case(mean, SHARDED, sent=MEAN),
     "loss_parallel, Inductor": case(summed, SHARDED, inner="inductor", sent=MEAN),
@@ -341,15 +342,15 @@ JOINT = {
 LEFT = {
     "own rows": case(
         lambda z, t: mean(z, t[:, : z.shape[1]]), ColwiseParallel(output_layouts=Shard(1)),
-        left="combines rows with other rows",
+        left=messages.OTHER_ROWS,
     ),
     "gathered logits returned": case(
-        lambda z, t: (mean(z, t), z), left="leaves the graph with its classes"
+        lambda z, t: (mean(z, t), z), left=messages.LEAVES_GRAPH
     ),
     # torch wants a gradient of DTensors that leave
     "logits returned": case(
         lambda z, t: (mean(z, t), z.detach()), SHARDED, bias=True,
-        left="leaves the graph with its classes",
+        left=messages.LEAVES_GRAPH,
     ),
     "gathered, uneven": case(mean, v=79, left=UNEVEN),
     # the last rank has none

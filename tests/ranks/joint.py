@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
-from fxpass.formula.shards import dealt
+from fxpass.formula.shards import class_shard
 from fxpass.op.collectives import with_summed_gradient
-from fxpass.rewrite.inner import compile_inner
+from fxpass.rewrite.inner import InnerBackend, compile_inner
+from fxpass.rows.aten_calls import VIEWS
 from fxpass.rows.backend import RowsPass
-from fxpass.rows.rules import VIEWS
-from fxpass.rows.sizes import numel, packet, shape, value
+from fxpass.rows.sizes import example, numel, packet, shape
 from tests.fuzz.small import small
 from tests.ranks import heads
 from tests.ranks.case import Case, Rank, Values, same, values_of
@@ -102,9 +102,8 @@ def of_heads(
 
 def within_inductor(rows: RowsPass) -> Any:
     """A backend, with the pass in Inductor."""
-    return lambda module, inputs: compile_inner(
-        "inductor", module, inputs, None, {}, "cast", rows=rows
-    )
+    inner = InnerBackend("inductor")
+    return lambda module, inputs: compile_inner(inner, module, inputs, "cast", rows=rows)
 
 
 def facts(calls: int, within: bool) -> dict[str, Any]:
@@ -125,7 +124,7 @@ def facts_of(here: Rank, rows: RowsPass, n: int) -> None:
             for one in rows.made
             for node in one.graph.graph.nodes
             if node.op == "call_function" and packet(node) not in VIEWS
-            if isinstance(value(node), Tensor)
+            if isinstance(example(node), Tensor)
             if numel(shape(node)) in sizes
         ],
     }
@@ -284,7 +283,7 @@ def by_hand(
 
     def step(here: Rank) -> Values:
         x, w, t = here.move(operands(torch.float32))
-        first, count = dealt(v, here.world, here.rank)
+        first, count = class_shard(v, here.world, here.rank)
         x = x.requires_grad_()
         if known:
             w = distribute_tensor(w, here.mesh(), [Shard(0)])

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from transformers import LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from fxpass import messages
 from tests.ranks.case import Case, Rank, Values, values_of, whole
 from tests.ranks.heads import SHARDED, Model, V, alone, mean
 from tests.support import tiny
@@ -57,7 +58,7 @@ def llama(gathers: bool, logits: str = "", trains: bool = True) -> Case:
         return (f"gather:{whole_logits // 2}" in sent.split()) == gathers
 
     whole_logits = ids().numel() * tiny.V * 4
-    left, dropped = "leaves the graph with its classes", "(logits dropped"
+    left, dropped = messages.LEAVES_GRAPH, "(logits dropped"
     return Case(
         step=step,
         alone=in_one,

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fxpass import messages
 from tests.ranks.case import Case, Found, Rank, Values, as_in_one_process, same, whole
 from tests.ranks.networks import (
     Network,
@@ -279,7 +280,7 @@ def fsdp(inner: str = "aot_eager", world: int = 2, **course: Any) -> Case:
 BF16 = torch.bfloat16
 BROKEN: dict[str, Any] = {
     "facts": {"matched": 0, "rejected": 1, "kind": "Tensor"},
-    "says": ("the linear is in another graph, or there was a graph break",),
+    "says": (messages.fixed(messages.ENTERS),),
 }
 FSDP = {
     "mixed": fsdp(policy=MixedPrecisionPolicy(BF16, torch.float32, torch.float32)),
@@ -327,7 +328,7 @@ DDP = {
     "dynamic": ddp(2 * 4, matched=2, longer=1),  # the shapes of the second step are another graph
     "two heads": ddp(
         5, model=lambda: large(loss=of_two_heads, second=(256, 1100)),
-        rejected=1, plain=True, says=("DistributedDataParallel's splitting put the linear into",),
+        rejected=1, plain=True, says=(messages.fixed(messages.SPLIT_BY_DDP),),
     ),
     # whose product is a head of the next part
     "next part": ddp(

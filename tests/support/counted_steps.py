@@ -17,7 +17,7 @@ import torch
 from fxpass.formula.operands import Operands
 from fxpass.formula.reductions import Reductions
 from fxpass.kernels import reductions
-from fxpass.plan.plan import plan
+from fxpass.plan.plan import plan_head
 from tests.support.allocations import Allocations
 from tests.support.driver import Driver
 from tests.support.gpus import H100
@@ -71,11 +71,11 @@ def count(sizes: tuple[int, int, int], spec: Reductions) -> dict[str, Any]:
         )
         device = torch.device("cuda", 0)
         of_call = n, d, v, torch.bfloat16, device
-        found = plan(*of_call, spec, scaled=False, backward=bool(spec.total))
+        found = plan_head(*of_call, spec, scaled=False, backward=bool(spec.total))
         with Allocations() as allocated:
             out, grads = reductions.forward(operands, spec, found)
             if not spec.total:
-                found = plan(*of_call, spec, scaled=False, backward=True)
+                found = plan_head(*of_call, spec, scaled=False, backward=True)
                 incoming = new(1, n)
                 grads = reductions.backward(operands, spec, found, out, incoming)
         return {

@@ -84,9 +84,9 @@ class Driver:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         patch.setattr(torch, "addmm", self._addmm)
         patch.setattr(call, "gpu_of", lambda device: self.gpu)
-        load = chunked.load
+        load = chunked.jit_function
         for module in (chunked, reductions):
-            patch.setattr(module, "load", lambda kernel: _Function(load(kernel), self))
+            patch.setattr(module, "jit_function", lambda kernel: _Function(load(kernel), self))
         return self
 
     def __exit__(self, *_: object) -> None:

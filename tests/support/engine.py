@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from fxpass.formula.operands import Operands, Outputs
-from fxpass.formula.outputs import Output, lines_of
+from fxpass.formula.outputs import Output, line_count
 from fxpass.formula.reductions import Reductions
 from fxpass.op import run
 from tests.support.specs import spec_of
 
 
 class _Engine(torch.autograd.Function):
-    """``run.forward`` and ``run.backward``, of what the spec trains."""
+    """``run.reduce_head`` and ``run.head_gradients``, of what the spec trains."""
 
     @staticmethod
     def forward(
         ctx: Any, operands: Operands, spec: Reductions, *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        out, ctx.grads = run.forward(operands, spec)
+        out, ctx.grads = run.reduce_head(operands, spec)
         ctx.operands, ctx.spec, ctx.out = operands, spec, out
         ctx.dtypes = [t.dtype for t in trained]
         found = out._asdict() | {"total": _total(operands, spec, out)}
@@ -42,13 +42,13 @@ class _Engine(torch.autograd.Function):
         if spec.total:
             found = {name: t * incoming[-1] for name, t in ctx.grads.items()}
         else:
-            found = run.backward(ctx.operands, spec, ctx.out, trained_lines(ctx, incoming[0]))
+            found = run.head_gradients(ctx.operands, spec, ctx.out, trained_lines(ctx, incoming[0]))
         grads = zip(spec.gradients, ctx.dtypes, strict=True)
         return None, None, *(found[name].to(dtype) for name, dtype in grads)
 
 
 def _lines(operands: Operands, outputs: Sequence[Output]) -> list[int]:
-    return [lines_of(output, operands.many) for output in outputs]
+    return [line_count(output, operands.pick_count) for output in outputs]
 
 
 def trained_lines(ctx: Any, rows: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._dynamo import config
 from torch.utils import _pytree as pytree
 
+from fxpass.rows.aten_calls import VIEWS
 from fxpass.rows.backend import Rewritten, RowsPass
-from fxpass.rows.rules import VIEWS
-from fxpass.rows.sizes import is_known, numel, packet, value
+from fxpass.rows.sizes import all_backed, example, numel, packet
 from tests.programs.row import Function, Row
 from tests.support.oracle import differs, run
 from tests.support.ways import WAYS
@@ -76,8 +76,8 @@ def _large(one: Rewritten, limit: int) -> list[str]:
         for node in one.graph.graph.nodes
         if node.op == "call_function" and packet(node) not in VIEWS
         if getattr(node.target, "namespace", "") != "fxpass"
-        for tensor in pytree.tree_leaves(value(node))
-        if isinstance(tensor, Tensor) and is_known(tensor.shape) and numel(tensor.shape) > limit
+        for tensor in pytree.tree_leaves(example(node))
+        if isinstance(tensor, Tensor) and all_backed(tensor.shape) and numel(tensor.shape) > limit
         if not all(user.op == "output" for user in node.users) or not node.users
         if "getitem" not in node.name
     ]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fxpass.formula.operands import Operands, empty
-from fxpass.formula.outputs import OF_PICKS, TRAINED, lines_of
+from fxpass.formula.operands import Operands, empty_outputs
+from fxpass.formula.outputs import OF_PICKS, TRAINED, line_count
 from fxpass.formula.reductions import Reductions
 from fxpass.kernels import call, reductions
 from fxpass.plan.plan import Plan
@@ -100,7 +100,7 @@ def operands_of(case, spec: Reductions) -> Operands:
         weight=matrix(v, d),
         bias=bias,
         scale=of_rows(n) if case["scaled"] else None,
-        picks=picks if spec.picked else None,
+        picks=picks if spec.reads_picks else None,
         given=(torch.empty(v), matrix(n, v)),
         coef=torch.empty(lines, n) if spec.total else None,
     )
@@ -123,8 +123,8 @@ def run(case, driver: Driver) -> None:
         if forward:
             reductions.forward(operands, spec, plan)
         else:
-            out = empty(operands, spec)
-            lines = sum(lines_of(output, operands.many) for output in spec.of_backward.rows)
+            out = empty_outputs(operands, spec)
+            lines = sum(line_count(output, operands.pick_count) for output in spec.of_backward.rows)
             incoming = torch.empty(lines, n)
             reductions.backward(operands, spec.of_backward, plan, out, incoming)
     parts = -(-n // 4096) if forward else -(-v // case["classes"])

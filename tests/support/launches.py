@@ -16,7 +16,7 @@ class Launches(list[dict[str, Any]]):
 
     def __init__(self, patch: pytest.MonkeyPatch, runs: bool = False, current=lambda: None):
         super().__init__()
-        load = chunked.load
+        load = chunked.jit_function
 
         class Taken:
             def __init__(self, kernel: Kernel):
@@ -32,4 +32,4 @@ class Launches(list[dict[str, Any]]):
                 taken.function[grid](**arguments)
 
         for module in (chunked, reductions):
-            patch.setattr(module, "load", Taken)
+            patch.setattr(module, "jit_function", Taken)

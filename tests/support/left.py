@@ -36,10 +36,10 @@ def listed(large: int) -> Iterator[Graphs]:
     """Collects tensors of more than ``large`` elements, each graph's once; and graph breaks."""
     found, compile_inner = Graphs(large), inner.compile_inner
 
-    def compiling(name: str, gm: Any, *args: Any, **options: Any) -> Callable[..., Any]:
+    def compiling(backend: Any, gm: Any, *args: Any, **options: Any) -> Callable[..., Any]:
         reason = break_reason(getattr(gm, "compile_subgraph_reason", None))
         found.breaks += [reason] * bool(reason)
-        compiled, seen = compile_inner(name, gm, *args, **options), False
+        compiled, seen = compile_inner(backend, gm, *args, **options), False
 
         def call(*inputs: Any) -> Any:
             nonlocal seen

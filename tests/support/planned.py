@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpass.plan.plan import MIB
+from fxpass.plan.budget import MIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

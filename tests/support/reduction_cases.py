@@ -285,7 +285,7 @@ def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | Non
             return PLANS[way]._replace(classes=8192)
         return PLANS[way]
 
-    patch.setattr(run, "plan", plan)
+    patch.setattr(run, "plan_head", plan)
     if multiplied is not None:
         for module in (blocks, tiles):
             patch.setattr(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import fxpass
 import fxpass.functional
-from fxpass import testing
+from fxpass import messages, testing
 from tests.support.made import Made
 from tests.support.numerics import assert_as_accurate
 from tests.support.reported import NON_LEAF
@@ -80,7 +80,7 @@ def test_log_probs(temperature):
         return fxpass.linear_log_probs(x, weight, labels, temperature=temperature).sin().mean()
 
     assert_as_accurate(fused, plain, [x, weight], torch.float32)
-    with pytest.raises(ValueError, match="temperature must be a positive number"):
+    with pytest.raises(ValueError, match=messages.fixed(messages.TEMPERATURE)):
         fxpass.linear_log_probs(x, weight, labels, temperature=0.0)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass import messages
 from fxpass.report import explain
 from tests.support.reported import (
     NON_LEAF,
@@ -164,7 +165,7 @@ def test_logits_that_the_run_computes_are_not_said_not_to_exist():
     assert "logits not materialised: 8 KiB" in str(report)
     report = explain(lambda: model(x).cumsum(0).cumsum(1).mean())
     (computed,) = report.computed
-    assert "works along rows" in computed.why
+    assert messages.ALONG_ROWS in computed.why
     assert report.logits_bytes == 0
     assert f"materialised: {computed.line} computes the logits float32[6, 300]" in str(report)
     assert "not materialised" not in str(report)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fxpass
+from fxpass import messages
 from fxpass.backend import misnamed
 from fxpass.settings import PREFIX, TABLE, Settings
 
@@ -210,7 +211,7 @@ def test_the_name_of_the_package_is_no_backend():
     """It is an entry point, so that torch says how the backend is named."""
     entries = (Path(fxpass.__file__).parents[1] / "pyproject.toml").read_text()
     assert 'fxpass = "fxpass.backend:misnamed"' in entries.partition("torch_dynamo_backends]")[2]
-    with pytest.raises(ValueError, match='named "fusedce"'):
+    with pytest.raises(ValueError, match=messages.BACKEND_NAME):
         torch.compile(F.relu, backend=misnamed)(torch.ones(2))
 
 

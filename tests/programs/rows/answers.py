@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from fxpass import messages
 from tests.programs.row import BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
 
 KIND = "answers"
@@ -109,25 +110,25 @@ ANSWERED = (
 # Writes are seen by all views; what is not answered has the values of the logits.
 COMPUTED = (
     Row("bits", "((s.detach().view(torch.int32) > 1065353216).sum(-1), s.logsumexp(-1))",
-        becomes=NOTHING, reason="view.dtype", why="reads the bits of float32 as int32"),
+        becomes=NOTHING, reason="view.dtype", why=messages.BITS.format(before="float32", after="int32")),
     Row("seen by a view",
         "copy = s.clone(); row = copy[0]; copy[:, 3] = 0.0; (row.sum(-1), copy.logsumexp(-1))",
-        becomes=BOTH, why="or of which there are views"),
+        becomes=BOTH, why=messages.WRITES_OF_MODEL),
     Row("seen by an alias",
         "copy = torch.zeros_like(s); alias = copy.detach(); copy += 1; "
-        "(alias.sum(-1), (copy * s).sum(-1))", becomes=REGION, why="or of which there are views"),
+        "(alias.sum(-1), (copy * s).sum(-1))", becomes=REGION, why=messages.WRITES_OF_MODEL),
     Row("to a view", "copy = s.clone(); copy[0].zero_(); copy.logsumexp(-1)",
         becomes=FORMULA, why="zero_ writes to logits of a model, or of which there are views"),
     Row("to a view of a copy",
         "copy = torch.empty_like(s); copy.copy_(s); flat = copy.view(-1, V); flat[:, 0] = 5.0; "
-        "(flat.logsumexp(-1), copy.sum(-1))", becomes=REGION, why="or of which there are views"),
+        "(flat.logsumexp(-1), copy.sum(-1))", becomes=REGION, why=messages.WRITES_OF_MODEL),
     Row("to the logits", "s[..., 3] = -2.0; (s.logsumexp(-1), s[0].sum())",
-        becomes=REGION, why="writes to logits of a model"),
+        becomes=REGION, why=messages.WRITES_OF_MODEL),
     Row("without gradients",
         "copy = s.clone()\n"
         "with torch.no_grad():\n"
         "    copy *= 2\n"
-        "copy.logsumexp(-1)", becomes=FORMULA, why="writes to logits where gradients are off"),
+        "copy.logsumexp(-1)", becomes=FORMULA, why=messages.WRITES_WITHOUT_GRADIENTS),
     Row("to another shape",
         "copy = s.clone(); copy.unsqueeze_(0); copy.squeeze_(0).transpose_(1, 2); copy.logsumexp(1)",
         becomes=FORMULA),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fxpass import messages
 from tests.programs.row import IN_BF16, NOTHING, REGION, Row
 
 KIND = "heads of several products"
@@ -150,20 +151,20 @@ ROWS = (
     Row("einsum with a weight for each position",
         "z = torch.einsum('btd,tdv->btv', x.view(B, T, D), position_weight); "
         "F.cross_entropy(z.flatten(0, 1), tokens.flatten())",
-        NOTHING, reason="more than one weight",
+        NOTHING, reason=messages.SEVERAL_WEIGHTS,
         of="position heads", ways=IN_BF16),
     Row("einsum with a weight for each position, entropy",
         "z = torch.einsum('btd,tdv->btv', x.view(B, T, D), position_weight); "
         "z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1)",
-        NOTHING, reason="more than one weight", of="position heads"),
+        NOTHING, reason=messages.SEVERAL_WEIGHTS, of="position heads"),
     Row("bmm with a weight for each position",
         "z = torch.bmm(x.view(B, T, D).transpose(0, 1), position_weight); "
         "F.cross_entropy(z.flatten(0, 1), tokens.t().flatten())",
-        NOTHING, reason="more than one weight", of="position heads"),
+        NOTHING, reason=messages.SEVERAL_WEIGHTS, of="position heads"),
     Row("one linear for each codebook, stacked",
         "z = torch.stack([F.linear(x, weight) for weight in codebooks.unbind()], 1); "
         "F.cross_entropy(z.flatten(0, 1), candidates[:, :4].flatten())",
-        NOTHING, reason="mixes rows and classes in one dimension", of="MusicGen"),
+        NOTHING, reason=messages.ROWS_AND_CLASSES, of="MusicGen"),
     Row("one linear of all codebooks, viewed",
         "z = F.linear(x, codebooks.flatten(0, 1)).view(len(x), 4, -1); "
         "z.log_softmax(-1).gather(-1, candidates[:, :4, None])[..., 0]", REGION,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxpass import messages
 from tests.programs.operands import SQUARE
 from tests.programs.row import FORMULA, NOTHING, REGION, Row
 
@@ -40,7 +41,7 @@ ROWS = (
         "Head.apply(x, weight).log_softmax(-1).gather(1, labels[:, None]).mean()", FORMULA),
     Row("rows and columns",
         "z = x @ weight.t(); F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels)", NOTHING,
-        reason="one pass over logits has their rows, or their columns", sizes=SQUARE),
+        reason=messages.SOFTMAX_ALONG_ROWS, sizes=SQUARE),
     Row("jagged rows", "F.cross_entropy(F.linear(ragged(x), weight).values(), labels)", FORMULA,
         sizes=SQUARE, never=TRACED),
     Row("a call that cannot be traced",

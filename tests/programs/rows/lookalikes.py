@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass import messages
 from tests.programs.operands import SQUARE
 from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Row, becoming
 
@@ -157,7 +158,7 @@ ROWS = becoming((
         "(z * teacher).view(2, 3, V).transpose(0, 1).sum(-1) * labels.view(3, 2)", REGION),
     square("rows as classes", "F.cross_entropy(z.t(), labels)"),
     square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)",
-        NOTHING, "works along rows"),
+        NOTHING, messages.ALONG_ROWS),
     square("one mask of both dimensions",
         "m = teacher > 0; columns = z.T.masked_fill(m, -9.0).logsumexp(0); "
         "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", NOTHING),
@@ -166,7 +167,7 @@ ROWS = becoming((
         "F.cross_entropy(z, target) + (z.T.log_softmax(0) * target).sum()", NOTHING),
     square("classes flattened with rows",
         "F.cross_entropy(s.mT.flatten(0, 1), labels[:3].repeat(4) % 3)",
-        NOTHING, "mixes rows and classes in one dimension"),
+        NOTHING, messages.ROWS_AND_CLASSES),
     square("one class", "F.cross_entropy(s[..., 0], labels[:2] % 3)", REGION),
     square("a new dimension by True", "z[True].logsumexp(1).square().mean()",
         REGION),
@@ -190,7 +191,7 @@ ROWS = becoming((
         dynamo={"capture_scalar_outputs": True}, never=("made", "made before autograd")),
     square("classes by a mask",
         "some = torch.arange(len(weight)) % 2 == 0; F.cross_entropy(z[..., some], labels // 2)",
-        NOTHING, "is indexed by a mask",
+        NOTHING, messages.MASK_OF_LOGITS,
         dynamo={"capture_dynamic_output_shape_ops": True}),
     # ---- arithmetic
     square("small integers that are given",
@@ -242,7 +243,7 @@ ROWS = becoming((
       for name, (text, becomes) in INCREASING.items()),
     # ---- writes
     square("an item that is written", "y = z * 1; y[0] = 0; F.cross_entropy(y, labels)",
-        NOTHING, "has no operand with rows"),
+        NOTHING, messages.NO_ROWS),
     square("written, and read before",
         "y = z * 1; largest = y.detach(); y.mul_(2); F.cross_entropy(y, labels) + largest.amax()",
         ways=EVALUATED),
@@ -267,11 +268,11 @@ ROWS = becoming((
         "F.cross_entropy(F.embedding(labels, x), labels)", NOTHING, "its logits enter the graph"),
     square("logits from outside", "F.cross_entropy(x, labels) + z.logsumexp(-1).mean()"),
     square("addmm of a matrix", "F.cross_entropy(torch.addmm(teacher, x, weight.t()), labels)",
-        NOTHING, "more than one weight, or bias"),
+        NOTHING, messages.SEVERAL_WEIGHTS),
     square("a weight per batch",
         "h = torch.stack([x, second_x]); w = torch.stack([weight, weight * 2]); "
         "F.cross_entropy(torch.matmul(h, w.mT).flatten(0, 1), labels.repeat(2))",
-        NOTHING, "more than one weight, or bias"),
+        NOTHING, messages.SEVERAL_WEIGHTS),
     square("an einsum that sums rows",
         "h = torch.stack([x, second_x]); "
         "F.cross_entropy(torch.einsum('bnd,vd->bv', h, weight), labels[:2])", REGION, left="cat"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpass import messages
 from tests.programs.row import BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
 
 KIND = "refused regions"
@@ -55,27 +56,27 @@ ANSWERED = (
 # fmt: off
 REFUSED = (
     # rows mix
-    Row("softmax over rows", "spread(z.softmax(0))", NOTHING, "works along rows"),
-    Row("log_softmax over tokens", "spread(s.log_softmax(1))", NOTHING, "works along rows"),
+    Row("softmax over rows", "spread(z.softmax(0))", NOTHING, messages.SOFTMAX_ALONG_ROWS),
+    Row("log_softmax over tokens", "spread(s.log_softmax(1))", NOTHING, messages.SOFTMAX_ALONG_ROWS),
     Row("softmax of everything",
-        "spread(z.flatten().softmax(0).view(N, V))", NOTHING, "mixes rows and classes"),
-    Row("sorted along rows", "z.sort(0).values.logsumexp(-1)", NOTHING, "works along rows"),
+        "spread(z.flatten().softmax(0).view(N, V))", NOTHING, messages.ROWS_AND_CLASSES),
+    Row("sorted along rows", "z.sort(0).values.logsumexp(-1)", NOTHING, messages.ALONG_ROWS),
     Row("top rows", "z.topk(3, dim=0).values.logsumexp(-1)", REGION),
     Row("cumulative over tokens", "F.cross_entropy(s.cumsum(1).flatten(0, 1), labels)", NOTHING,
         "cumsum"),
     Row("logcumsumexp over rows", "z.logcumsumexp(0).std(-1)", NOTHING),
     Row("batch_norm", "F.cross_entropy(F.batch_norm(z, None, None, training=True), labels)",
-        NOTHING, "works along rows"),
+        NOTHING, messages.ALONG_ROWS),
     Row("standardised over rows",
-        "spread((z - z.mean(0)) / z.std(0))", NOTHING, "works along rows"),
+        "spread((z - z.mean(0)) / z.std(0))", NOTHING, messages.ALONG_ROWS),
     Row("normalised over rows", "spread(F.normalize(z, dim=0))", REGION),
     Row("over the norm of everything", "spread(z / z.norm())", REGION),
     Row("less the largest of everything", "(z - z.max()).exp().sort(-1).values.sum(-1)", NOTHING),
     Row("above a quantile of everything",
         "spread(torch.where(z > z.detach().quantile(0.2), z, -30.0))",
-        NOTHING, "mixes rows and classes", never=("bf16",)),  # torch has no such quantile
+        NOTHING, messages.ROWS_AND_CLASSES, never=("bf16",)),  # torch has no such quantile
     Row("top of everything",
-        "z.flatten().topk(9).values.logsumexp(0)", NOTHING, "mixes rows and classes"),
+        "z.flatten().topk(9).values.logsumexp(0)", NOTHING, messages.ROWS_AND_CLASSES),
     Row("entropy of the mean",
         "torch.special.entr(z.softmax(-1).mean(0)).sum()", FORMULA),
     Row("Dice loss of classes",
@@ -86,10 +87,10 @@ REFUSED = (
         "z = (F.normalize(x) @ F.normalize(weight[:N]).t() * 10).nan_to_num(); "
         "own = torch.arange(N); "
         "(F.cross_entropy(z, own) + F.cross_entropy(z.t(), own)) / 2",
-        NOTHING, "works along rows", of="CLIP"),
+        NOTHING, messages.SOFTMAX_ALONG_ROWS, of="CLIP"),
     Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)", NOTHING),
     Row("pairs of rows averaged",
-        "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, "works along rows"),
+        "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, messages.ALONG_ROWS),
     Row("pairs of rows as classes",
         "spread(z.reshape(N // 2, 2 * V))", NOTHING, "aten.view", ways=("dynamic",)),
     Row("pooled over tokens", "F.avg_pool1d(s.transpose(1, 2), 3, 1, 1).std(1)", NOTHING),
@@ -106,7 +107,7 @@ REFUSED = (
     # random numbers
     Row("dropout", "F.cross_entropy(F.dropout(z, 0.2), labels)", NOTHING, "dropout", drawn=True),
     Row("noise of its own",
-        "spread(z + torch.rand_like(z))", NOTHING, "draws random numbers", drawn=True),
+        "spread(z + torch.rand_like(z))", NOTHING, messages.RANDOM, drawn=True),
     Row("gumbel_softmax", "(F.gumbel_softmax(z) * torch.arange(V)).sum(-1)", FORMULA, left="empty, exponential", drawn=True),
     Row("sampled classes",
         "chosen = torch.multinomial(z.detach().softmax(-1), 1); "
@@ -116,7 +117,7 @@ REFUSED = (
     Row("written logits that leave", "rows = spread(z); z.mul_(2); (rows, z)", NOTHING, "leave"),
     Row("a slice written after it was read",
         "view = z[:, :5]; rows = spread(z.tanh()); view.zero_(); (rows, z, view)",
-        NOTHING, "leaves the graph"),
+        NOTHING, messages.LEAVES_GRAPH),
     Row("hidden states written after the head",
         "hidden = x * 1; z = F.linear(hidden, weight.detach()); hidden.zero_(); "
         "(spread(z), hidden)",

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass import messages
 from tests.programs.row import IN_BF16, NOTHING, REGION, Row
 
 KIND = "rows moved and masked"
@@ -77,7 +78,7 @@ ROWS = (
         "F.linear(x.view(B, T, D), weight, bias).mean((0, -1)).square().mean()", REGION,
         of="probes", ways=IN_BF16),
     Row("rows reversed and put together", "_top_mass(torch.cat([s, s.flip(1)]))",
-        NOTHING, reason="joins rows of several tensors", of="bidirectional models"),
+        NOTHING, reason=messages.JOINED, of="bidirectional models"),
     Row("rows repeated for each candidate",
         "y = z[:, None].expand(-1, 5, -1).log_softmax(-1); "
         "y.gather(-1, candidates[..., None])[..., 0]", REGION,

@@ -11,8 +11,10 @@ from fxpass.aten.reductions import Operands
 from fxpass.formula import expression
 from fxpass.formula.outputs import OF_PICKS, Moment
 from fxpass.formula.reductions import Reductions
+from fxpass.plan import budget as budgets
 from fxpass.plan import plan as plans
-from fxpass.plan.plan import MIB, Plan, plan
+from fxpass.plan.budget import MIB
+from fxpass.plan.plan import Plan, plan_head
 from tests.support.allocations import Allocations
 from tests.support.pairs import in_pairs
 
@@ -67,7 +69,7 @@ def operands(spec: Reductions, dtype: torch.dtype, scaled: bool, d: int = D) -> 
 @pytest.fixture
 def memory_mb(request, monkeypatch):
     budget = request.param * MIB
-    monkeypatch.setattr(plans, "CPU_BUDGET", (budget, budget))
+    monkeypatch.setattr(budgets, "CPU_BUDGET", (budget, budget))
     plans._plan.cache_clear()
     yield request.param
     plans._plan.cache_clear()
@@ -101,13 +103,13 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
     scaled = memory_mb == 1
     given = operands(spec, dtype, scaled)
     of_call = N, D, V, dtype, CPU, spec, scaled
-    found = plan(*of_call, backward=False)
+    found = plan_head(*of_call, backward=False)
     with torch.no_grad(), Allocations() as allocated:
         out, _ = reductions.forward(given, spec, found)
-    assert found.strategy == ("chunked" if spec.of_largest else "tiled")
+    assert found.strategy == ("chunked" if spec.reads_max else "tiled")
     assert_kept(found, allocated, [*out], memory_mb)
 
-    found = plan(*of_call, backward=True)
+    found = plan_head(*of_call, backward=True)
     incoming = torch.ones(len(spec.of_backward.rows), N)
     with torch.no_grad(), Allocations() as allocated:
         grads = reductions.backward(given, spec.of_backward, found, out, incoming)
@@ -117,8 +119,8 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
 def test_the_users_budget_is_the_plans():
     of_call = N, D, V, torch.float32, CPU
     spec = Reductions(("lse",), gradients=ALL, memory_mb=2)
-    found = plan(*of_call, spec, False, backward=True)
-    assert found.scratch <= 2 * MIB < plan(*of_call, SPECS["lse"], False, True).scratch
+    found = plan_head(*of_call, spec, False, backward=True)
+    assert found.scratch <= 2 * MIB < plan_head(*of_call, SPECS["lse"], False, True).scratch
     with pytest.raises(ValueError, match="memory_mb must not be negative"):
         Reductions(("lse",), memory_mb=-1)
 
@@ -134,7 +136,7 @@ def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb,
         d = N
         monkeypatch.setattr(plans, "CPU_TILE", memory_mb * MIB // 6)
     given = operands(spec, dtype, scaled, d)
-    found = plan(N, d, V, dtype, CPU, spec, scaled, True)
+    found = plan_head(N, d, V, dtype, CPU, spec, scaled, True)
     assert (found.strategy, found.in_place) == ("chunked", in_place)
     with torch.no_grad(), Allocations() as allocated:
         out, grads = reductions.forward(given, spec, found)
@@ -146,7 +148,7 @@ def test_which_totals_are_in_place():
     spec = TOTALS["a loss"]
 
     def in_place(n=600, d=600, v=15000, spec=spec):
-        return plan(n, d, v, torch.float32, CPU, spec, False, True).in_place
+        return plan_head(n, d, v, torch.float32, CPU, spec, False, True).in_place
 
     assert in_place()
     assert not in_place(n=601)
@@ -158,7 +160,7 @@ def test_which_totals_are_in_place():
 @pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
 def test_evaluation_takes_a_tile(n, d, v, dtype):
-    found = plan(n, d, v, dtype, CPU, Reductions(("pick",)), False, False)
+    found = plan_head(n, d, v, dtype, CPU, Reductions(("pick",)), False, False)
     assert found.scratch <= 24 * MIB
     assert found.rows == n  # the weight is read once
 
@@ -166,7 +168,7 @@ def test_evaluation_takes_a_tile(n, d, v, dtype):
 def test_the_users_budget_includes_sums():
     def of(memory_mb):
         spec = Reductions((), gradients=ALL, total=("pick",), memory_mb=memory_mb)
-        return plan(4096, 256, 32000, torch.bfloat16, CPU, spec, False, True)
+        return plan_head(4096, 256, 32000, torch.bfloat16, CPU, spec, False, True)
 
     found = of(96)
     assert found.sums == 32000 * 256 * 4

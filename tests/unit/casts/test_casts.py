@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
+from fxpass import messages
 from fxpass.casts.casts import DYNAMO, Cast, MixedDtypeError, cast_lines, cast_region
 from fxpass.graph.region import Region
 from fxpass.report import explain
@@ -31,7 +32,7 @@ def operand_and_site(dtype: torch.dtype) -> tuple[Graph, Node, Node]:
 @pytest.mark.parametrize(("old", "new"), [(F32, BF16), (BF16, F32), (F16, F64)])
 def test_a_cast_is_visible(old, new):
     graph, operand, site = operand_and_site(old)
-    node, record = DYNAMO.make(graph, operand, new, site)
+    node, record = DYNAMO.insert_cast(graph, operand, new, site)
     assert (node.op, node.target, node.args) == ("call_method", "to", (operand, new))
     assert node.meta["example_value"].dtype == new
     assert node.meta["example_value"].shape == (3, 2)
@@ -172,7 +173,7 @@ def test_mixed_dtypes_can_be_an_error(x, weight):
         f"operands of {names} meet outside autocast in linear, at tests/unit/casts/{line}"
         in str(found)
     )
-    assert "let fxpass cast with FUSEDCE_MIXED_DTYPES=cast" in str(found)
+    assert messages.fixed(messages.MIXED_DTYPES) in str(found)
 
 
 @pytest.mark.parametrize("fn", [loss_under_autocast, loss_in_a_checkpoint])

@@ -16,7 +16,7 @@ import torch
 
 from fxpass.cli import demo, demo_worker
 from fxpass.cli.demo import Trial, first_difference
-from fxpass.cli.demo_worker import Job, read_corpus, session
+from fxpass.cli.demo_worker import Job, read_corpus, train_gpt
 from fxpass.cli.memory import Memory
 
 MIB = 2**20
@@ -43,8 +43,8 @@ def test_frequent_words_come_first_and_rare_ones_are_0(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_a_piece_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_worker, "train", lambda job, make, batch_of: batch_of)
-    batches = [session(job(name), CORPUS)(torch.Generator().manual_seed(3)) for name in ("", "a")]
+    monkeypatch.setattr(demo_worker, "train_steps", lambda job, make, batch_of: batch_of)
+    batches = [train_gpt(job(name), CORPUS)(torch.Generator().manual_seed(3)) for name in ("", "a")]
     tokens, targets = batches[0].values()
     assert tokens.shape == targets.shape == (2, 8)
     assert torch.equal((tokens + 1) % 90, targets)  # the next word
@@ -54,7 +54,7 @@ def test_a_batch_is_a_piece_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_training_is_deterministic_and_learns(dtype: str) -> None:
     first, second = (
-        [a["loss"] for a in islice(session(job(dtype=dtype), CORPUS), 12)] for _ in "ab"
+        [a["loss"] for a in islice(train_gpt(job(dtype=dtype), CORPUS), 12)] for _ in "ab"
     )
     assert first[-1] < first[0] - 0.05
     assert first == second
@@ -128,13 +128,13 @@ def test_two_overflows_do_not_differ() -> None:
 def test_what_is_a_problem(
     fused: Trial, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "train", lambda *_: [run("eager", matched=0), fused])
-    assert demo.run(job(), 4, ["fusedce"]) == bool(found)
+    monkeypatch.setattr(demo, "train_in_turn", lambda *_: [run("eager", matched=0), fused])
+    assert demo.compare_providers(job(), 4, ["fusedce"]) == bool(found)
     assert capsys.readouterr().err == (f"fxpass demo: {found}" if found else "")
 
 
 def test_a_provider_that_fails_shows_its_error(capfd: pytest.CaptureFixture[str]) -> None:
-    runs = demo.train(job(), 4, ["eager", "nonsense"], {**os.environ})
+    runs = demo.train_in_turn(job(), 4, ["eager", "nonsense"], {**os.environ})
     eager, nonsense = runs
     assert (eager.name, eager.failure, len(eager.losses), len(eager.timed)) == ("eager", "", 4, 1)
     assert nonsense.failure == "ended with status 1: see its error"

@@ -36,7 +36,7 @@ def report(capsys: pytest.CaptureFixture[str]):
     """Runs the doctor; the report, and its findings alone."""
 
     def run() -> tuple[str, str]:
-        status = doctor.run()
+        status = doctor.print_report()
         text = capsys.readouterr().out
         assert status == int("\nproblem: " in text)
         return text, text[text.rindex("\n\n") + 2 : -1]

@@ -255,8 +255,8 @@ def test_a_program_that_cannot_be_made_computes_the_logits(monkeypatch):
 def test_a_program_is_made_once(monkeypatch):
     """For the next step; and from the second one on for any number of rows, but for that of
     sequences."""
-    made, once = [], Programs._made
-    monkeypatch.setattr(Programs, "_made", lambda *a: made.append(a) or once(*a))
+    made, once = [], Programs._new_program
+    monkeypatch.setattr(Programs, "_new_program", lambda *a: made.append(a) or once(*a))
     model = deferring(Model())
     for rows, programs in ((6, 1), (6, 1), (5, 2), (4, 2), (len(LABELS), 3), (5, 3)):
         logits = model()[:, :rows]

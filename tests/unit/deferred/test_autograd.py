@@ -27,7 +27,7 @@ def test_gradients_have_the_dtypes_of_the_inputs(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_many_rows_are_computed_in_parts(dtype, monkeypatch):
-    monkeypatch.setattr(run, "PART", 30 * V * dtype.itemsize)
+    monkeypatch.setattr(run, "CHUNK", 30 * V * dtype.itemsize)
     p, exactly = pair(dtype, seq=50), pair(torch.float64, seq=50)
     for logits in (p.logits, p.eager, exactly.eager):
         logits.double().logsumexp(-1).sum().backward()
@@ -42,7 +42,7 @@ def test_gradients_of_many_rows_are_computed_in_parts(dtype, monkeypatch):
 @pytest.mark.parametrize(("seq", "rows"), [(50, ()), (3, (0,))])
 def test_gradients_that_gain_nothing_from_parts(seq, rows, monkeypatch):
     """The rows are unknown; the sums of the parts would take more memory than the logits."""
-    monkeypatch.setattr(run, "PART", V * 4)
+    monkeypatch.setattr(run, "CHUNK", V * 4)
     p = pair(seq=seq, rows=rows)
     check(p, lambda t: t.logsumexp(-1), bits=False)
     assert p.runs == [(2, seq, D)] * 2
@@ -126,7 +126,7 @@ def test_an_error_of_a_read_prints_nothing_and_the_next_read_works(capfd):
 
 
 def test_gradients_of_an_einsum_in_parts(monkeypatch):
-    monkeypatch.setattr(run, "PART", 5 * V * 4)
+    monkeypatch.setattr(run, "CHUNK", 5 * V * 4)
     recipe, runs = recipe_of(lambda x, w: 3 * torch.tanh(torch.einsum("bsd,dv->bsv", x, w)))
     x, weight = torch.randn(2, 30, D, requires_grad=True), torch.randn(D, V, requires_grad=True)
     want = torch.autograd.grad(recipe(x, weight).square().mean(), (x, weight))

@@ -143,7 +143,7 @@ def test_many_rows_one_by_one_become_one_run():
     p = pair(seq=40)
     for i in range(40):
         same(p.logits[0, i].max(), p.eager[0, i].max())
-    assert len(p.runs) == values.CUTS + 1
+    assert len(p.runs) == values.MOST_SEPARATE + 1
     assert p.runs[-1] == (B, 40, D)
 
 

@@ -15,5 +15,5 @@ def test_half_precision_is_computed_in_f32_and_f64_in_f64():
 
 
 def test_gradients_have_their_operands_dtype_where_that_has_the_range():
-    kept = {dtype: gradient_dtype(dtype) for dtype in (F16, BF16, F32, F64)}
-    assert kept == {F16: F32, BF16: BF16, F32: F32, F64: F64}
+    found = {dtype: gradient_dtype(dtype) for dtype in (F16, BF16, F32, F64)}
+    assert found == {F16: F32, BF16: BF16, F32: F32, F64: F64}

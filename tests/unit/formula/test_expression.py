@@ -11,7 +11,7 @@ import sympy
 import torch
 
 from fxpass.formula.expression import FUNCTIONS, Z, derivative, evaluate, exact, parse, text
-from fxpass.formula.functions import ABOVE, BELOW
+from fxpass.releases.torch_2_13 import ABOVE, BELOW
 
 Z_VALUES = torch.tensor([-40.0, -2.5, -1e-3, 0.0, 1e-7, 0.3, 1.0, 29.0], dtype=torch.float64)
 
@@ -344,8 +344,8 @@ def test_operands_of_any_shape_stay_as_they_are(source, shape):
     values = {"given0": given, "given1": torch.randn(3, 1)}
     before = {name: t.clone() for name, t in values.items()}
     got = evaluate(parse(source), z.clone(), values)
-    wide = {name: t.double() for name, t in values.items()}
-    names = {"z": z.double(), **wide, "sigmoid": torch.sigmoid}
+    doubles = {name: t.double() for name, t in values.items()}
+    names = {"z": z.double(), **doubles, "sigmoid": torch.sigmoid}
     want = eval(source, {}, names) + torch.zeros(3, 5, dtype=torch.float64)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
     assert all(torch.equal(values[name], t) for name, t in before.items())

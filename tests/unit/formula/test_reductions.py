@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpass.formula import expression
 from fxpass.formula.outputs import HIGHEST_POWER, INDICES, ROWS, TOTAL, Moment
-from fxpass.formula.reductions import Reductions, for_slopes, normalised, raw, shifted
+from fxpass.formula.reductions import Reductions, normalised, raw_moments, shifted, slope_moments
 from fxpass.formula.terms import Terms
 from tests.support.specs import spec_of
 
@@ -107,18 +107,18 @@ def assert_equal(got: float, exact: float) -> None:
 
 
 def test_raw_sums_are_closed_and_begin_with_the_total():
-    assert raw(["at"]) == ()
-    assert raw(["max"]) == raw(["lse", "pick"]) == (TOTAL,)
-    assert raw([Moment(0, 2, 1)]) == (TOTAL, *(Moment(0, b, 1) for b in POWERS))
-    assert raw([TOTAL, Moment(1, 1)]) == (TOTAL, Moment(1, 1))
-    assert set(raw(MOMENTS)) == {*MOMENTS}
+    assert raw_moments(["at"]) == ()
+    assert raw_moments(["max"]) == raw_moments(["lse", "pick"]) == (TOTAL,)
+    assert raw_moments([Moment(0, 2, 1)]) == (TOTAL, *(Moment(0, b, 1) for b in POWERS))
+    assert raw_moments([TOTAL, Moment(1, 1)]) == (TOTAL, Moment(1, 1))
+    assert set(raw_moments(MOMENTS)) == {*MOMENTS}
 
 
 @pytest.mark.parametrize("size", [1, 10, 300])
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 def test_a_normalised_moment_is_the_sum_over_the_log_softmax(moment, size):
     z, w = size * torch.randn(23, dtype=torch.float64), torch.randn(23, dtype=torch.float64)
-    sums = of_block(raw([moment]), z - z.max(), w)
+    sums = of_block(raw_moments([moment]), z - z.max(), w)
     got = normalised(moment, sums, math.log(sums[TOTAL]), 1 / sums[TOTAL])
     assert_equal(got, direct(moment, z.log_softmax(0), w))
 
@@ -130,7 +130,7 @@ def test_blocks_are_joined_under_any_order_of_maxima(seed, order):
     z, w = 3 * torch.randn(40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
     places = {"rising": z.argsort(), "falling": (-z).argsort(), "mixed": torch.arange(40)}
     cuts = [0, *sorted(torch.randperm(39)[:6].add(1).tolist()), 40]
-    moments, highest, sums = raw(MOMENTS), -1e3, dict.fromkeys(MOMENTS, 0.0)
+    moments, highest, sums = raw_moments(MOMENTS), -1e3, dict.fromkeys(MOMENTS, 0.0)
     for start, stop in itertools.pairwise(cuts):
         part = places[order][start:stop]
         new = max(highest, float(z[part].max()))
@@ -175,7 +175,7 @@ def test_the_gradient_of_the_logits_is_autograds(moment, size):
     (w.double() * (moment.a * log).exp() * log**moment.b).sum().backward()
     log = log.detach()
     terms = Terms()
-    terms.add_output(moment, 1.0, {m: direct(m, log, w) for m in for_slopes([moment])})
+    terms.add_output(moment, 1.0, {m: direct(m, log, w) for m in slope_moments([moment])})
     found = sum(
         (w if weight is not None else 1) * (a * log).exp() * factor * log**b
         for (a, weight), polynomial in terms.coefficients.items()

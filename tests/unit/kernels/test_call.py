@@ -285,7 +285,7 @@ def test_logits_that_passes_compare_are_computed_alike(text, exact):
 def test_a_picked_logit_is_read_before_it_is_overwritten(text, barrier):
     """By another warp: where no pass over the row comes first, nothing else waits for it."""
     spec = spec_of(text)
-    given = operands(64, 8, 128256, BF16, picks=1 if spec.picked else 0)
+    given = operands(64, 8, 128256, BF16, picks=1 if spec.reads_picks else 0)
     given = given._replace(coef=torch.empty(1, 64, device="meta") if spec.total else None)
     (launch,) = for_reductions(spec, given, ASSUMED)
     assert ("tl.debug_barrier()" in launch.source) == barrier

@@ -64,9 +64,9 @@ def test_offsets_beyond_2_31(tmp_path, device):
     chunk.copy_(logits)
     far.copy_(given)
     spec = spec_of("outputs=moment(0,1,0) gradients=x total=moment(0,1,0)")
-    kernel = render.reductions(spec, given=(True,), whole_row=True)
+    kernel = render.reductions_kernel(spec, features=render.Features(given=(True,), whole_row=True))
     outputs = torch.empty(1, rows)
-    chunked.load(kernel)[(rows,)](
+    chunked.jit_function(kernel)[(rows,)](
         logits=chunk,
         given0=far,
         given0_stride=FAR,
@@ -91,9 +91,9 @@ def test_offsets_beyond_2_31(tmp_path, device):
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1000, 4097, 12289])
 @pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
 def test_chunks_and_slices_are_few_and_none_is_too_large(n, rows):
-    parts = chunked.chunks(without_data.operands(n, 1, 9, torch.float32), rows)
+    parts = chunked.row_parts(without_data.operands(n, 1, 9, torch.float32), rows)
     assert all(part.classes == slice(0, 9) for part in parts)
-    some = chunked.slices(without_data.operands(9, 1, n, torch.float32), rows)
+    some = chunked.class_parts(without_data.operands(9, 1, n, torch.float32), rows)
     assert all(part.rows == slice(0, 9) for part in some)
     for found in ([part.rows for part in parts], [part.classes for part in some]):
         assert [i for one in found for i in range(one.start, one.stop)] == list(range(n))
@@ -149,8 +149,8 @@ def test_one_value_of_each_row_is_not_copied(device, shape):
 
 
 def test_source_is_a_file(device):
-    kernel = render.reductions(Reductions(("lse",)))
-    function = chunked.load(kernel)
+    kernel = render.reductions_kernel(Reductions(("lse",)))
+    function = chunked.jit_function(kernel)
     with open(function.fn.__code__.co_filename) as file:
         assert file.read().strip() == kernel.source.strip()
-    assert chunked.load(render.reductions(Reductions(("lse",)))) is function
+    assert chunked.jit_function(render.reductions_kernel(Reductions(("lse",)))) is function

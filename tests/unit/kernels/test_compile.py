@@ -14,7 +14,7 @@ import torch
 from fxpass.formula.reductions import Reductions
 from fxpass.kernels import fingerprint, scale
 from fxpass.kernels.call import Gpu, Launch
-from fxpass.kernels.render import reductions
+from fxpass.kernels.render import Features, reductions_kernel
 from tests.support.compiled import Resources, Unit, assert_fits, resources
 from tests.unit.kernels.test_compile_reductions import unit
 
@@ -96,7 +96,9 @@ def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
 
 def test_a_spill_is_found():
     """A hundred and more values in each of 32 threads, all of which are needed to the end."""
-    kernel = reductions(Reductions((), gradients=("x",), total=("pick",)), whole_row=True)
+    kernel = reductions_kernel(
+        Reductions((), gradients=("x",), total=("pick",)), features=Features(whole_row=True)
+    )
     large = Launch(Gpu("", ""), kernel, (("BLOCK_V", 1 << 13), ("num_warps", 1)))
     units = {"large": unit(large, "fp32", 1, True)}
     found = resources(units, "sm_80")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from fxpass.kernels.call import Gpu, Launch, for_reductions
-from fxpass.kernels.render import reductions
+from fxpass.kernels.render import reductions_kernel
 from tests.support.compiled import Unit, assert_fits, loops, resources
 from tests.support.specs import spec_of
 from tests.support.without_data import operands
@@ -128,7 +128,7 @@ def test_instructions_for_a_logit(nvidia):
     units = {}
     for text in INSTRUCTIONS:
         spec = spec_of(text)
-        kernel = reductions(spec, forward=bool(spec.total))
+        kernel = reductions_kernel(spec, forward=bool(spec.total))
         units[text] = unit(Launch(Gpu("", ""), kernel, options), "bf16", 1, True)
     for text, found in loops(units, nvidia).items():
         assert 0 < sum(found) / (8192 / 512) <= INSTRUCTIONS[text], (text, found)

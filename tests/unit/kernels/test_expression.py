@@ -13,16 +13,16 @@ import torch
 from fxpass.formula import functions
 from fxpass.formula.expression import derivative, evaluate, parse, text
 from fxpass.kernels import expression
-from fxpass.kernels.chunked import load
+from fxpass.kernels.chunked import jit_function
 from fxpass.kernels.render import Kernel
 from tests.support.compiled import Unit, resources
 from tests.support.numerics import assert_close
 from tests.unit.lower.test_pointwise import (
     CALLS,
-    CHAINS,
+    COMPOSITIONS,
     POINTS,
     called,
-    chain_of,
+    composed,
     expression_of,
     with_slope,
 )
@@ -42,7 +42,7 @@ def apply(x, value, slope, N, BLOCK: tl.constexpr):
 
 
 def module(expr, kernel):
-    return "\n\n\n".join([HEAD, expression.LIBRARY, *expression.functions(expr), kernel])
+    return "\n\n\n".join([HEAD, expression.LIBRARY, *expression.transform_functions(expr), kernel])
 
 
 def applied(expr, call, results, z):
@@ -50,7 +50,7 @@ def applied(expr, call, results, z):
     names = ["value", "slope"][:results]
     store = "\n    ".join(f"tl.store({n} + i, {n}_of_z, mask=i < N)" for n in names)
     apply = APPLY.format(results=", ".join(f"{n}_of_z" for n in names), call=call, store=store)
-    kernel = load(Kernel("apply", module(expr, apply)))
+    kernel = jit_function(Kernel("apply", module(expr, apply)))
     value, slope = torch.empty_like(z), torch.empty_like(z)
     block = 1 << 12
     # as where kernels compare logits of two passes: both compute the same, to the last bit
@@ -133,9 +133,9 @@ def test_value_and_slope_are_as_good_as_eager(device, source):
     assert_close(value_and_slope(parse(source), z), theirs, true, torch.float32)
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_chains_are_as_good_as_eager(device, name):
-    function, expr = chain_of(CHAINS[name])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions_are_as_good_as_eager(device, name):
+    function, expr = composed(COMPOSITIONS[name])
     z = torch.linspace(-12, 12, 1001, device=device)
     z = z[function(z.double()).isfinite()]
     theirs, true = (with_slope(function, z.to(t)) for t in (z.dtype, torch.float64))

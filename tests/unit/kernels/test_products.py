@@ -13,7 +13,7 @@ from fxpass.formula.operands import Operands
 from fxpass.formula.outputs import Moment
 from fxpass.formula.reductions import Reductions
 from fxpass.kernels import chunked, reductions
-from fxpass.kernels.chunked import Gradients, LogitsSlice, dtypes_of
+from fxpass.kernels.chunked import Gradients, LogitsPart, gradient_dtypes
 from fxpass.plan.plan import MOST_ROUNDED
 from tests.support.gpus import A100, H200, MI300, T4
 from tests.support.launches import Launches
@@ -51,9 +51,9 @@ def test_gradients_are_rounded_once_however_many_slices_there_are(dtype, device,
 @pytest.mark.parametrize(("v", "added"), [(37, [False]), (200, [False, True, True])])
 def test_the_first_slice_overwrites_the_gradient_of_x(v, added, device, monkeypatch):
     """An addmm of one row may read an f32 sum as 16 bits; all its classes are one slice."""
-    adds, product = [], chunked.product
+    adds, product = [], chunked.write_product
     monkeypatch.setattr(
-        chunked, "product", lambda *args, add: (adds.append(add), product(*args, add))[1]
+        chunked, "write_product", lambda *args: (adds.append(args[-1]), product(*args))[1]
     )
     spec = Reductions(("pick",), gradients=("x",))
     with device:
@@ -77,14 +77,14 @@ def test_products(device, way, unrounded, dtype, monkeypatch):
     spec, sliced = replace(ROWS, unrounded=unrounded), way == "slices"
     starts = range(0, 50, 20) if sliced else range(0, 6, 4)
     parts = [
-        LogitsSlice(slice(0, 6), slice(i, min(i + 20, 50)))
+        LogitsPart(slice(0, 6), slice(i, min(i + 20, 50)))
         if sliced
-        else LogitsSlice(slice(i, min(i + 4, 6)), slice(0, 50))
+        else LogitsPart(slice(i, min(i + 4, 6)), slice(0, 50))
         for i in starts
     ]
     unscale = torch.tensor(0.5, device=device) if sliced else None
     planned = plan()._replace(rounded=way == "rounded chunks")
-    sums = Gradients(given, dtypes_of(given, spec, planned, parts, sliced), 4.0, unscale)
+    sums = Gradients(given, gradient_dtypes(given, spec, planned, parts, sliced), 4.0, unscale)
     for part in parts:
         sums.add(part, g[part.rows, part.classes])
     x, w, wide = given.x.double(), given.weight.double(), g.double()
@@ -106,9 +106,9 @@ def test_the_error_of_sums_in_bf16(count, device):
     with device:
         given = operands(384, 256, torch.bfloat16, d=64)
         g = torch.randn(384, 256).bfloat16()
-    parts, planned = chunked.chunks(given, 384 // count), plan()._replace(rounded=True)
+    parts, planned = chunked.row_parts(given, 384 // count), plan()._replace(rounded=True)
     spec = replace(ROWS, gradients=("weight",))
-    sums = Gradients(given, dtypes_of(given, spec, planned, parts, False), 1.0)
+    sums = Gradients(given, gradient_dtypes(given, spec, planned, parts, False), 1.0)
     for part in parts:
         sums.add(part, g[part.rows])
     exact = g.double().T @ given.x.double()
@@ -189,8 +189,8 @@ def test_nothing_waits_for_the_gpu(monkeypatch, run, v):
 )
 def test_classes_that_fill_no_vector_have_a_gemm(rows, classes, dtype, ends):
     for first in (0, 256):
-        part = LogitsSlice(slice(0, rows), slice(first, first + classes))
-        found = chunked.gemms_of(part, dtype)
+        part = LogitsPart(slice(0, rows), slice(first, first + classes))
+        found = chunked.aligned_classes(part, dtype)
         assert [one.stop - first for one in found] == ends
         assert [one.start - first for one in found] == [0, *ends[:-1]]
 

@@ -6,7 +6,7 @@ import random
 
 from expecttest import assert_expected_inline
 
-from fxpass.kernels.render import reductions
+from fxpass.kernels.render import reductions_kernel
 from fxpass.kernels.template import without_unread
 from tests.support.specs import spec_of
 
@@ -15,7 +15,7 @@ HEAD = "@jit\ndef f(\n    x,\n    y,\n):\n"
 
 def body(text: str, forward: bool = True) -> str:
     """From the kernel's first line on; its parameters are what launches bind."""
-    kernel = reductions(spec_of(text), forward)
+    kernel = reductions_kernel(spec_of(text), forward)
     return kernel.source.partition("\n):\n")[2]
 
 

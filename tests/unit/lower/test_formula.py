@@ -17,7 +17,7 @@ from fxpass.formula.expression import text
 from fxpass.lower.formula import Formula, formula_of
 from fxpass.lower.records import Unknown
 from fxpass.region.loop import Loop
-from fxpass.region.split import split
+from fxpass.region.split import split_loop
 from fxpass.rows.backend import RowsPass
 
 N, D, V = 8, 6, 50
@@ -106,15 +106,15 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-def read(program: Any) -> list[Formula | str]:
-    """What is read of the functions of rows of a program, or why nothing is."""
+def formulas_in(program: Any) -> list[Formula | str]:
+    """The formulas of the functions of rows of a program, or why there are none."""
     rows = RowsPass()
     x, weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     torch.compile(lambda x, w: program(x @ w.t()), backend=rows.backend())(x, weight)
     loops = [Loop.parse(part.text) for made in rows.made for part in made.parts]
     assert loops, [str(why) for made in rows.made for why in made.declined]
     found: list[Formula | str] = []
-    for function in (split(loop).function for loop in loops):
+    for function in (split_loop(loop).function for loop in loops):
         try:
             found.append(formula_of(function))
         except Unknown as no:
@@ -126,7 +126,7 @@ def read(program: Any) -> list[Formula | str]:
 def test_a_formula(case):
     """Of forward, with the gradient of its sum."""
     program, outputs, incoming, transform = FORMULAS[case]
-    (formula,) = read(lambda z: sum(t.sum() for t in _tensors(program(z))))
+    (formula,) = formulas_in(lambda z: sum(t.sum() for t in _tensors(program(z))))
     assert isinstance(formula, Formula), formula
     assert ";".join(map(str, formula.outputs)) == outputs
     assert ";".join(map(str, formula.incoming)) == incoming
@@ -140,7 +140,7 @@ def _tensors(made: Any) -> Any:
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_no_formula(case):
     program, reason = UNKNOWN[case]
-    found = read(lambda z: program(z).sum())
+    found = formulas_in(lambda z: program(z).sum())
     assert any(isinstance(one, str) and reason in one for one in found), found
 
 
@@ -159,7 +159,7 @@ def test_a_backward_that_is_no_derivative():
             (log,) = ctx.saved_tensors
             return 2 * (torch.zeros_like(log).scatter(1, LABELS[:, None], grad) - log.exp() * grad)
 
-    once, twice = (read(lambda z, f=f: f(z).mean())[0] for f in (pick, Doubled.apply))
+    once, twice = (formulas_in(lambda z, f=f: f(z).mean())[0] for f in (pick, Doubled.apply))
     assert isinstance(once, Formula)
     assert isinstance(twice, Formula)
     ((_, of_once),) = once.incoming["pick"].items()

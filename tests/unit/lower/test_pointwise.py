@@ -52,7 +52,7 @@ def called(call, z):
 
 
 def _takes(target, args, kwargs):
-    """Whether an overload takes the arguments: it is of one kind of them."""
+    """Tells if an overload has these arguments."""
     try:
         called((target, (Z, *args), kwargs), torch.ones(1))
     except (TypeError, RuntimeError):
@@ -71,17 +71,17 @@ CALLS = [
 
 
 def expression_of(call, z=Z):
-    """The expression of a call, with its arguments as the matcher gives them."""
+    """The expression of a call, with its arguments as the reader gives them."""
     target, operands, kwargs = call
-    row = POINTWISE[name_of(target)]
-    signature = row.signature
+    spelling = POINTWISE[name_of(target)]
+    signature = spelling.signature
     operands = [z if operand is Z else operand for operand in operands]
     given = dict(zip(signature, operands, strict=False)) | kwargs
     assert given.keys() <= signature.keys()
     assert len(given) == len(operands) + len(kwargs)
     values = [given.get(name, default) for name, default in signature.items()]
     assert REQUIRED not in values
-    return row.value(*map(constant, values))
+    return spelling.value(*map(constant, values))
 
 
 def constant(value):
@@ -148,9 +148,9 @@ def test_text(call, expected):
     assert text(expression_of(call)) == expected
 
 
-# ---------------------------------------------------------------- chains
+# ---------------------------------------------------------------- compositions
 
-CHAINS = {
+COMPOSITIONS = {
     "soft-cap": [
         (A.div.Tensor, (Z, 30), {}),
         (A.tanh.default, (Z,), {}),
@@ -171,8 +171,8 @@ CHAINS = {
 }
 
 
-def chain_of(calls):
-    """The chain as a function of tensors and as an expression."""
+def composed(calls):
+    """The composition as a function of tensors and as an expression."""
 
     def function(z):
         for call in calls:
@@ -185,9 +185,9 @@ def chain_of(calls):
     return function, expr
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_chains(name):
-    function, expr = chain_of(CHAINS[name])
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_compositions(name):
+    function, expr = composed(COMPOSITIONS[name])
     assert parse(text(expr)) == expr
     points = POINTS[POINTS.abs() <= 1e4]
     points = points[function(points).isfinite()]

@@ -36,7 +36,7 @@ def parts(strategy, monkeypatch):
     def planned(*of_call):
         return plan if of_call[5].total else plan._replace(strategy=strategy)
 
-    monkeypatch.setattr(run, "plan", planned)
+    monkeypatch.setattr(run, "plan_head", planned)
 
 
 # ---------------------------------------------------------------- programs

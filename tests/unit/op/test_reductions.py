@@ -115,7 +115,7 @@ def test_operands_that_do_not_fit(message, changes):
     *operands, text = (DEFAULT | changes).values()
 
     def refused():
-        run.forward(Operands(*operands), spec_of(text))
+        run.reduce_head(Operands(*operands), spec_of(text))
 
     with pytest.raises(ValueError, match=message):
         refused()
@@ -138,7 +138,7 @@ def test_a_total_of_no_classes():
     x, w = torch.ones(3, 4), torch.ones(0, 4)
     operands = Operands(x, w, None, None, None, (), torch.ones(1, 3))
     spec = spec_of("outputs=moment(1,1) gradients=x,weight total=moment(1,1)")
-    out, grads = run.forward(operands, spec)
+    out, grads = run.reduce_head(operands, spec)
     assert out.rows.tolist() == [[0.0] * 3]
     assert torch.equal(grads["x"], torch.zeros_like(x))
     assert torch.equal(grads["weight"], w)

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten import gemm
 from fxpass.formula.dtypes import compute_dtype
-from fxpass.op import row_chunks
-from fxpass.op.rows import NAME, listed, rows
+from fxpass.op import prepared_loop, row_chunks
+from fxpass.op.rows import NAME, describe_call, rows
 from fxpass.plan.regions import RegionPlan
 from tests.fuzz.small import small
 from tests.support.numerics import error
@@ -115,9 +115,9 @@ def test_the_budget_of_the_text():
 def test_how_a_call_runs_is_listed(text):
     """Of tensors that need no data: the kernels of a formula, else the plan of a loop."""
     tensors = tensors_of(text)
-    found = listed(tensors, text)
+    found = describe_call(tensors, text)
     with FakeTensorMode() as mode:
-        again = listed([mode.from_tensor(t) for t in tensors], text)
+        again = describe_call([mode.from_tensor(t) for t in tensors], text)
     assert (str(again.choice), again.plan) == (str(found.choice), found.plan)
     has_formula = text in FORMULAS.values()
     assert (found.choice is not None, found.plan is None) == (has_formula, has_formula)
@@ -216,8 +216,8 @@ def test_the_schema():
 
 def test_a_plan_of_other_rows(monkeypatch):
     """Products of few classes, and a last chunk of one row."""
-    found = lambda n, heads, *_: RegionPlan(2, (4,) * len(heads), 0, 0)  # noqa: E731
-    monkeypatch.setattr(row_chunks, "plan", found)
+    found = lambda n, heads, **_: RegionPlan(2, (4,) * len(heads), 0, 0)  # noqa: E731
+    monkeypatch.setattr(prepared_loop, "plan_region", found)
     for text in TEXTS.values():
         assert_as_interpreted(text, tensors_of(text))
 
@@ -231,8 +231,8 @@ def test_few_chunks_add_up_in_bf16(monkeypatch):
     eager = [error(t, true) for t, true in zip(interpreted(text, tensors), exact, strict=True)]
 
     def errors(rounded):
-        found = lambda n, heads, *_: RegionPlan(n // 4, (9,) * len(heads), 0, 0, rounded)  # noqa: E731
-        monkeypatch.setattr(row_chunks, "plan", found)
+        found = lambda n, heads, **_: RegionPlan(n // 4, (9,) * len(heads), 0, 0, rounded)  # noqa: E731
+        monkeypatch.setattr(prepared_loop, "plan_region", found)
         return [error(t, true) for t, true in zip(rows(tensors, text), exact, strict=True)]
 
     rounded, unrounded = errors(True), errors(False)
@@ -278,6 +278,6 @@ def test_few_rows_are_not_worth_to_be_left_out():
     x, weight, _ = tensors_of(MASKED)
     mask = (torch.arange(N) != 3).view(N, 1)
     run = row_chunks.prepared(MASKED, CPU)
-    assert row_chunks._counted(run, [x, weight, mask], {"n": N}) is None
+    assert row_chunks._contributing_rows(run, [x, weight, mask], {"n": N}) is None
     x[3] = torch.nan
     assert rows([x, weight, mask], MASKED)[0].isnan().any()

@@ -29,9 +29,9 @@ def gradients(dtype, spec, weights):
     x, weight = torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype)
     picks = torch.randint(V, (N,))
     operands = Operands(x, weight, None, None, picks, (), weights if spec.total else None)
-    out, grads = run.forward(operands, spec)
+    out, grads = run.reduce_head(operands, spec)
     if not spec.total:
-        grads = run.backward(operands, spec, out, weights)
+        grads = run.head_gradients(operands, spec, out, weights)
     exact = [t.double().requires_grad_() for t in (x, weight)]
     log = F.linear(*exact).log_softmax(-1).gather(1, picks[:, None])[:, 0]
     (weights[0].double() * log).sum().backward()
@@ -65,7 +65,7 @@ def test_the_gradients_are_f32(implementation, run, dtype, unrounded, request):
 def test_kernels_round_them_less_than_eager(strategy, rows, monkeypatch, device):
     """The error that is left is that of the logits' gradient, stored in bf16."""
     planned = Plan("triton", strategy, rows=rows, classes=16)
-    monkeypatch.setattr("fxpass.op.run.plan", lambda *_: planned)
+    monkeypatch.setattr("fxpass.op.run.plan_head", lambda *_: planned)
     text, weights = text_of(strategy == "chunked"), torch.rand(1, N)
     wide, exact = gradients(BF16, spec_of(f"{text} unrounded={BOTH}"), weights)
     rounded, _ = gradients(BF16, spec_of(text), weights)

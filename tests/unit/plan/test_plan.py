@@ -15,20 +15,18 @@ from fxpass.formula.outputs import Moment
 from fxpass.formula.reductions import Reductions
 from fxpass.plan import devices
 from fxpass.plan import plan as plans
-from fxpass.plan.devices import implementation_for
-from fxpass.plan.plan import (
-    BLOCK,
+from fxpass.plan.budget import (
     CPU_BUDGET,
     CPU_LEAST,
     CPU_PARTS,
-    EFFICIENT,
-    FEW,
     GPU_BUDGET,
     MIB,
-    MOST_ROUNDED,
-    budget,
-    size,
+    scratch_budget,
+    size_text,
 )
+from fxpass.plan.devices import implementation_for
+from fxpass.plan.parts import BLOCK, EFFICIENT, FEW
+from fxpass.plan.plan import MOST_ROUNDED
 from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 from tests.support.specs import spec_of
@@ -51,7 +49,7 @@ def loss(
 
 def plan(n, d, v, dtype, device, spec):
     """The plan of the run that computes the gradients of a loss, or of forward without any."""
-    return plans.plan(n, d, v, dtype, device, spec, False, bool(spec.gradients))
+    return plans.plan_head(n, d, v, dtype, device, spec, False, bool(spec.gradients))
 
 
 def test_the_cpu_runs_aten_and_says_in_which_dtype():
@@ -119,9 +117,9 @@ LOGITS = 4 * 1024 * 32000
 def test_budgets(n, v, device, total, expected, gpus):
     """A GPU gives a share of its memory; one that is not there the least."""
     gpus.have(*[] if total is None else [replace(H200, total_memory=total * GIB)])
-    assert budget(n, v, F32, device, 0) == expected
-    assert budget(n, v, F32, device, 3) == 3 * MIB
-    assert LOW < budget(4096, 64000, F32, CPU, 0) < HIGH
+    assert scratch_budget(n, v, F32, device, 0) == expected
+    assert scratch_budget(n, v, F32, device, 3) == 3 * MIB
+    assert LOW < scratch_budget(4096, 64000, F32, CPU, 0) < HIGH
 
 
 # ---------------------------------------------------------------- every size
@@ -159,7 +157,7 @@ def test_plans_for_every_size(which, dtype):
         work = got.rows * classes + (got.rows + classes) * d
         assert steps == 1 or work >= BLOCK, where
         assert got.rows >= min(n, 16), where
-        allowed = budget(n, v, dtype, device, memory_mb)
+        allowed = scratch_budget(n, v, dtype, device, memory_mb)
         if "smallest block" not in got.reason:
             assert got.scratch <= allowed, where
         if not memory_mb and v * d <= 10**8 and runs == "aten":
@@ -205,7 +203,7 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
         )
     # backward, beside the largest logits, computes no total
     spec = Reductions(("max", "lse"), gradients=("x", "weight"), detached=("max",))
-    of_rows = plans.plan(512, 512, 32000, F32, CPU, spec, False, True)
+    of_rows = plans.plan_head(512, 512, 32000, F32, CPU, spec, False, True)
     assert not of_rows.in_place
     assert of_rows.rows < 512
 
@@ -222,7 +220,7 @@ def test_a_gpus_chunks(dtype, unrounded, head, h200):
     d, v = HEADS[head]
     for n, memory_mb, accumulate in SETTINGS:
         asked = loss(BOTH, unrounded=unrounded, memory_mb=memory_mb, accumulate=accumulate)
-        got = plans.plan(n, d, v, dtype, CUDA, asked, False, True)
+        got = plans.plan_head(n, d, v, dtype, CUDA, asked, False, True)
         chunks = -(-n // got.rows)
         assert chunks == 1 or got.rows % 64 == 0
         may_round = dtype == BF16 and not unrounded and accumulate == "auto"
@@ -259,7 +257,7 @@ def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, 
     """Both passes have the same one."""
     for backward in (False, True):
         spec = spec_of(text)
-        got = plans.plan(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
+        got = plans.plan_head(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
         assert (got.implementation, got.strategy) == (implementation, strategies[backward])
         assert got.scratch <= 1024 * MIB
 
@@ -280,4 +278,4 @@ def test_sizes_that_are_planned_again_are_looked_up():
     ],
 )
 def test_bytes_as_text(number, text):
-    assert size(int(number)) == text
+    assert size_text(int(number)) == text

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import expecttest
 
+from fxpass.region.broadcast import broadcastable, with_broadcasts
 from fxpass.region.loop import Loop
-from fxpass.region.split import narrowable, narrowed, split
+from fxpass.region.split import split_loop
 from fxpass.region.text import lines_of
 from tests.unit.op.test_rows import TEXTS
 
 
 def test_the_parts_of_a_low_rank_head():
     """Of a text in which rows are multiplied twice, and what is multiplied is made."""
-    found = split(Loop.parse(TEXTS["low rank"]))
+    found = split_loop(Loop.parse(TEXTS["low rank"]))
     expecttest.assert_expected_inline(
         "\n".join(lines_of(found.function)),
         """\
@@ -32,8 +33,8 @@ return %2, %7, %8, %1""",
         """\
 HeadOperands(x=0, weight=0, bias=None, logits=Input(dtype=torch.float32, shape=('n', 11)), hidden=5)
 HeadOperands(x=0, weight=1, bias=None, logits=Input(dtype=torch.float32, shape=('n', 4)), hidden=5)
-Group(made=1, gradient=Input(dtype=torch.float32, shape=('n', 11)), tails=(Tail(result=1, weight=2, operand=None, made=None, turned=False), Tail(result=2, weight=None, operand=0, made=None, turned=False), Tail(result=3, weight=None, operand=None, made=3, turned=False)))
-Group(made=2, gradient=Input(dtype=torch.float32, shape=('n', 4)), tails=(Tail(result=4, weight=None, operand=0, made=None, turned=False),))""",
+Group(output=1, gradient=Input(dtype=torch.float32, shape=('n', 11)), tails=(Tail(result=1, weight=2, operand=None, output=None, transposed=False), Tail(result=2, weight=None, operand=0, output=None, transposed=False), Tail(result=3, weight=None, operand=None, output=3, transposed=False)))
+Group(output=2, gradient=Input(dtype=torch.float32, shape=('n', 4)), tails=(Tail(result=4, weight=None, operand=0, output=None, transposed=False),))""",
     )
 
 
@@ -47,7 +48,7 @@ def test_invariants_are_computed_once():
 %5 = aten.mul.Tensor(%0, %4)
 %6 = aten.mul.Tensor(%5, %2)
 return %6"""
-    found = split(Loop.parse(text))
+    found = split_loop(Loop.parse(text))
     assert lines_of(found.before)[-1] == "return %3"
     assert "aten.exp" not in "".join(lines_of(found.function))
     assert "aten.full" in "".join(lines_of(found.function))  # a constant fuses
@@ -63,7 +64,7 @@ def test_a_product_that_is_read_elsewhere_stays():
 %5 = aten.mm.default(%4, %0)
 %6 = aten.neg.default(%5)
 return %6"""
-    found = split(Loop.parse(text))
+    found = split_loop(Loop.parse(text))
     assert found.heads
     assert not found.groups
 
@@ -76,11 +77,13 @@ def test_expanded_inputs_are_read_once_a_row():
 %3 = aten.add.Tensor(%0, %1)
 %4 = aten.add.Tensor(%3, %2)
 return %4"""
-    function = split(Loop.parse(text)).function
-    assert narrowable(function, (0, 1)) == (0, 1)
-    assert narrowable(split(Loop.parse(text.replace("32[v]", "32[1]"))).function, (0, 1)) == ()
+    function = split_loop(Loop.parse(text)).function
+    assert broadcastable(function, (0, 1)) == (0, 1)
+    assert (
+        broadcastable(split_loop(Loop.parse(text.replace("32[v]", "32[1]"))).function, (0, 1)) == ()
+    )
     expecttest.assert_expected_inline(
-        "\n".join(lines_of(narrowed(function, (1,)))),
+        "\n".join(lines_of(with_broadcasts(function, (1,)))),
         """\
 %0 = input float32[n, v]
 %1 = input float32[n, 1]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.region.loop import Loop
-from fxpass.region.run import Fakes, apart
+from fxpass.region.run import Fakes, in_own_thread
 from fxpass.region.text import Input, lines_of
 from fxpass.region.trace import tidy, traced
 
@@ -19,7 +19,7 @@ ONES = torch.ones(64)
 
 def text_of(function) -> str:
     fakes = Fakes([INPUT], {"n": 9}, torch.device("cpu"))
-    graph = apart(lambda: tidy(traced(lambda z: [function(z)], fakes, {})))
+    graph = in_own_thread(lambda: tidy(traced(lambda z: [function(z)], fakes, {})))
     fakes.check()
     [place] = graph.find_nodes(op="placeholder")
     place.meta["input"] = INPUT

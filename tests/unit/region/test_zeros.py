@@ -7,7 +7,7 @@ import torch
 
 from fxpass.op import row_chunks
 from fxpass.region.loop import Loop
-from fxpass.region.zeros import zeros
+from fxpass.region.zeros import zero_rows_of
 from tests.fuzz.small import small
 from tests.programs.row import Row
 from tests.support.joint import captured
@@ -86,7 +86,7 @@ return %7, %8"""
     ],
 )  # fmt: skip
 def test_rules(lines, counted):
-    found = zeros(Loop.parse(TEXT.format(lines=lines)))
+    found = zero_rows_of(Loop.parse(TEXT.format(lines=lines)))
     if counted is None:
         assert found is None
         return
@@ -96,6 +96,6 @@ def test_rules(lines, counted):
     )
     mask = torch.tensor([False, True, True, False]) if "masked_fill" in lines else mask
     assert found is not None
-    got = found.counted([torch.ones(4, 9), weights, mask])
+    got = found.contributing([torch.ones(4, 9), weights, mask])
     assert got is not None
     assert got.tolist() == counted

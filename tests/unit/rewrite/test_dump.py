@@ -119,7 +119,7 @@ def test_write_numbers_the_graphs_of_a_process(tmp_path):
     kernels = (Kernel("k1", "1\n"), Kernel("k2", "2\n"))
     launched = [Launch(ASSUMED, kernel, ()) for kernel in kernels]
     for _ in range(2):
-        dump.write(str(tmp_path), "before", "after", launched)
+        dump.write_files(str(tmp_path), "before", "after", launched)
     assert (tmp_path / "k1.py").read_text() == "1\n"
     assert (tmp_path / "k2.py").read_text() == "2\n"
     graphs = sorted(path.stem.split("_")[1:] for path in tmp_path.glob("*.txt"))

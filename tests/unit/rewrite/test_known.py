@@ -22,7 +22,7 @@ def rewritten(name: str) -> Rewritten:
     row, rows = ROWS[name], RowsPass()
     torch.compile(row.program(), backend=rows.backend())(*row.tensors())
     [made] = rows.made
-    assert made.found is not None
+    assert made.regions is not None
     return made
 
 
@@ -31,13 +31,13 @@ def test_one_call_where_forward_knows_the_gradients(name):
     """Also of metrics that are computed where gradients are off, before the loss."""
     assert METRICS_BEFORE.name in ROWS
     made = rewritten(name)
-    assert (made.calls, made.found.factor is not None) == (1 + (name in TWO), TWO.get(name, True))
+    assert (made.calls, made.regions.factor is not None) == (1 + (name in TWO), TWO.get(name, True))
 
 
 def test_without_gradients_there_is_no_tangent():
     with torch.no_grad():
         made = rewritten("mean")
-    assert (made.calls, made.found.factor, len(made.found.parts[0].results)) == (1, None, 1)
+    assert (made.calls, made.regions.factor, len(made.regions.parts[0].results)) == (1, None, 1)
 
 
 def test_a_frozen_weight_has_no_gradient():

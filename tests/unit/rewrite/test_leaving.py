@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxpass import messages
 from fxpass.deferred.tensor import DeferredLogits
 from tests.programs.row import Row
 from tests.support.programs import report_of
@@ -47,7 +48,7 @@ def test_logits_that_turn_out_to_exist_are_returned_as_they_are(row, inner, defe
 def test_a_report_says_why_they_exist():
     (rejection,) = report_of(UNFUSED.program(), *UNFUSED.tensors()).rejections
     assert "aten.sort" in rejection.reason
-    assert "leave" in rejection.reason or "works along rows" in rejection.reason
+    assert "leave" in rejection.reason or messages.ALONG_ROWS in rejection.reason
 
 
 def test_logits_that_are_dropped_have_a_shape_alone():

@@ -22,13 +22,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fxpass import messages
 from fxpass.op.row_chunks import prepared
-from fxpass.op.rows import listed, rows
+from fxpass.op.rows import describe_call, rows
 from fxpass.region.loop import Loop
 from fxpass.region.text import Input
-from fxpass.region.trace import Fakes, apart, tidy, traced
-from fxpass.region.zeros import zeros
-from fxpass.rows.alike import is_alike, mark, marked_alike
+from fxpass.region.trace import Fakes, in_own_thread, tidy, traced
+from fxpass.region.zeros import zero_rows_of
+from fxpass.rows.alike import is_alike, mark_alike, marked_alike
 from fxpass.rows.backend import RowsPass
 from tests.fuzz.small import small
 
@@ -90,7 +91,7 @@ def marks(program, v, placement, dynamic=False):
     found = []
 
     def backend(module, inputs):
-        mark(module)
+        mark_alike(module)
         nodes = [n for n in module.graph.nodes if n.op.startswith("call")]
         names = [str(getattr(n.target, "__name__", n.target)) for n in nodes]
         found.extend(is_alike(n) for n, name in zip(nodes, names, strict=True) if name in PRODUCTS)
@@ -209,7 +210,7 @@ def test_plain_tensors_may_be_unequal():
 def test_a_gather_of_unequal_parts_is_left_as_it_is():
     calls, declined = texts(gathered_loss, v=V + 1)
     assert not calls
-    assert "sizes of the head may differ between ranks" in declined[0]
+    assert messages.COLLECTIVE_SIZES in declined[0]
 
 
 # ---------------------------------------------------------------- rows of a chunk
@@ -239,21 +240,21 @@ def test_all_ranks_take_as_many_rows():
     rich = rich.replace("dim_IntList(%8", "dim_IntList(%10")
     # sums that no formula has
     lean, rich = (text.replace("aten.exp.", "aten.erf.") for text in (lean, rich))
-    rows = {listed(tensors, text).plan.rows for text in (lean, rich)}
+    rows = {describe_call(tensors, text).plan.rows for text in (lean, rich)}
     assert len(rows) == 1
     assert rows.pop() < 4096
     alone = [re.sub("%5 = .*", "%5 = aten.neg.default(%4)", text) for text in (lean, rich)]
     alone = [re.sub("%6 = .*", "%6 = aten.neg.default(%5)", text) for text in alone]
-    assert len({listed(tensors, text).plan.rows for text in alone}) == 2
+    assert len({describe_call(tensors, text).plan.rows for text in alone}) == 2
 
 
 def test_no_row_is_left_out():
     """Which rows count may differ between ranks, as labels of each rank's classes do."""
     masked = TEXT.format(more="").replace("return %9", "%10 = aten.mul.Tensor(%9, %1)\nreturn %10")
-    assert zeros(Loop.parse(masked)) is None
+    assert zero_rows_of(Loop.parse(masked)) is None
     alone = re.sub("%5 = .*", "%5 = aten.neg.default(%4)", masked)
     alone = re.sub("%6 = .*", "%6 = aten.neg.default(%5)", alone)
-    assert zeros(Loop.parse(alone)) is not None
+    assert zero_rows_of(Loop.parse(alone)) is not None
 
 
 def test_collectives_run_in_the_order_of_the_text(alone):
@@ -275,7 +276,7 @@ def test_equal_collectives_stay_apart():
         one, two = (torch.ops._c10d_functional.all_reduce(x.amax(1), "max", "0") for _ in range(2))
         return [one + two]
 
-    graph = apart(lambda: tidy(traced(twice, fakes, {})))
+    graph = in_own_thread(lambda: tidy(traced(twice, fakes, {})))
     names = [str(node.target) for node in graph.nodes]
     assert names.count("aten.amax.default") == 1
     assert names.count("_c10d_functional.all_reduce.default") == 2

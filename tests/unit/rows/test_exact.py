@@ -61,7 +61,7 @@ def test_the_gradient_of_a_master_weight_is_not_rounded(monkeypatch):
     assert ours.dtype == torch.float32
     assert error(ours, exact) < error(theirs, exact)
     [loop] = texts(seen)
-    assert loop.wide == loop.sums
+    assert loop.unrounded == loop.sums
 
 
 def test_a_sum_that_is_read_in_16_bits_leaves_in_16_bits():
@@ -74,7 +74,7 @@ def test_a_sum_that_is_read_in_16_bits_leaves_in_16_bits():
         gradients(rewritten(loss, seen), tensors(BF16))
     [loop] = texts(seen)
     assert loop.sums
-    assert not loop.wide
+    assert not loop.unrounded
 
 
 def divergence(x, weight):

@@ -117,13 +117,13 @@ def test_gradients_of_a_mean_are_computed_in_forward():
     row = Row("mean", "F.cross_entropy(z, labels)")
     [one] = _graphs(row.program(), *row.tensors())
     assert one.calls == 1
-    assert one.found.factor is not None
+    assert one.regions.factor is not None
 
 
 def test_rows_that_leave_take_a_second_call():
     row = Row("rows", "z.log_softmax(-1).gather(-1, labels[:, None])[:, 0]")
     [one] = _graphs(row.program(), *row.tensors())
-    assert (one.calls, one.found.factor) == (2, None)
+    assert (one.calls, one.regions.factor) == (2, None)
 
 
 def test_an_exception_in_the_pass_declines(monkeypatch):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpass.rows.softmaxes import softmaxes
+from fxpass.rows.softmaxes import restore_softmaxes
 from fxpass.rows.spelling import spell
 from fxpass.rows.stacks import unstack
 
@@ -63,7 +63,7 @@ def _spelled(program):
     for node in module.graph.nodes:
         assert node.op == "output" or "val" in node.meta
     spell(module.graph)
-    softmaxes(module.graph)
+    restore_softmaxes(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -108,7 +108,7 @@ def test_stacks(name):
     given = Z, torch.randn(6, 5)
     module = make_fx(program, select_decomp_table(), tracing_mode="fake")(*given)
     spell(module.graph)
-    softmaxes(module.graph)
+    restore_softmaxes(module.graph)
     unstack(module.graph, module.graph.find_nodes(op="placeholder"))
     module.graph.lint()
     module.recompile()

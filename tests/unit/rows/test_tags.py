@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fxpass import messages
 from fxpass.rows.tags import Stop, Tag, View, letter_of, regrouped
 
 B, T, V = 2, 24, 97
@@ -36,7 +37,7 @@ def test_a_reshape_keeps_letters(old, letters, new, found):
     ],
 )
 def test_a_reshape_that_mixes_rows_and_classes(old, letters, new):
-    with pytest.raises(Stop, match="mixes rows and classes"):
+    with pytest.raises(Stop, match=messages.ROWS_AND_CLASSES):
         regrouped(old, letters, new, V)
 
 

@@ -1,7 +1,7 @@
-"""Values of a function of rows beside its logits: what a formula reads, and what is made of it.
+"""Values of a function of rows without classes: operands of its formula, and results.
 
-In: the inputs of the function, and the outputs of its formula. Out: the values of nodes, and of
-expressions of rows, each computed when it is first asked for.
+In: the inputs of the function, and the outputs of its formula. Out: the values of nodes and of
+expressions of rows, each computed at its first use.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fxpass.formula import expression
 from fxpass.lower.formula import resolved
 from fxpass.lower.reading import Reading
 from fxpass.lower.records import ClassOperand, RowOperand, SpreadOperand
-from fxpass.region.run import makes
+from fxpass.region.run import is_factory
 
 
-class KnownValues:
-    """The known values of one run.
+class FormulaValues:
+    """The values of one run.
 
     Args:
-        found: the reading of the function.
+        reading: of the function.
         inputs: those of the function, but for the logits.
         n: the rows.
         dtype: in which expressions are computed.
@@ -38,51 +38,51 @@ class KnownValues:
 
     def __init__(
         self,
-        found: Reading,
+        reading: Reading,
         inputs: Sequence[Tensor],
         n: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.found = found
-        self.tables = found.tables
+        self.reading = reading
+        self.tables = reading.tables
         self.n = n
         self.dtype = dtype
         self.device = device
         self.outputs: dict[Symbol, Tensor] = {}
-        first = next(iter(found.classes))
+        first = next(iter(reading.classes))
         places = first.graph.find_nodes(op="placeholder")[1:]
         self._nodes: dict[Node, Any] = dict(zip(places, inputs, strict=True))
         self._like = torch.empty(0, dtype=dtype, device=device)
 
-    def node(self, node: Node) -> Any:
+    def node_value(self, node: Node) -> Any:
         """The value of a node that has no classes."""
         if node in self._nodes:
             return self._nodes[node]
-        if node in self.found.rows:
-            made = self._of_rows(node)
+        if node in self.reading.rows:
+            value = self._reduced_value(node)
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), self.node)
-            more = {"device": self.device} if makes(node.target) else {}
-            made = node.target(*args, **kwargs, **more)  # pyright: ignore[reportCallIssue]
-        self._nodes[node] = made
-        return made
+            args: Any = map_arg(node.args, self.node_value)
+            kwargs: Any = map_arg(node.kwargs, self.node_value)
+            options = {"device": self.device} if is_factory(node.target) else {}
+            value = node.target(*args, **kwargs, **options)  # pyright: ignore[reportCallIssue]
+        self._nodes[node] = value
+        return value
 
-    def _of_rows(self, node: Node) -> Tensor:
-        made = self.expr(resolved(self.tables, self.found.rows[node].expr))
+    def _reduced_value(self, node: Node) -> Tensor:
+        value = self.expression_value(resolved(self.tables, self.reading.rows[node].expr))
+        value = value.expand(self.n, value.shape[1])
         like = node.meta["val"]
-        if node in self.found.totals:
-            made = made.expand(self.n, made.shape[1]).sum()
-            return made.to(like.dtype)
-        inner = list(like.shape[1:])
-        return made.expand(self.n, made.shape[1]).reshape(self.n, *inner).to(like.dtype)
+        if node in self.reading.totals:
+            return value.sum().to(like.dtype)
+        return value.reshape(self.n, *like.shape[1:]).to(like.dtype)
 
-    def expr(self, expr: Any) -> Tensor:
+    def expression_value(self, expr: Any) -> Tensor:
         """An expression of rows, ``[N, 1]`` or ``[N, K]``; one of numbers has one row."""
-        named = {s.name: self.symbol(s) for s in expr.free_symbols}
-        return expression.of_rows(expr, self._like, named)
+        named = {s.name: self.symbol_value(s) for s in expr.free_symbols}
+        return expression.evaluate_rows(expr, self._like, named)
 
-    def symbol(self, symbol: Symbol) -> Tensor:
+    def symbol_value(self, symbol: Symbol) -> Tensor:
         """The value of a symbol of rows."""
         tables = self.tables
         if symbol in self.outputs:
@@ -90,39 +90,38 @@ class KnownValues:
         if symbol in tables.sums:
             operand = tables.sums[symbol]
             if isinstance(operand, SpreadOperand):
-                return self.symbol(operand).sum(1, True)
-            values = self.node(tables.nodes[operand]).to(self.dtype)
+                return self.symbol_value(operand).sum(1, True)
+            values = self.node_value(tables.nodes[operand]).to(self.dtype)
             of_class = isinstance(operand, ClassOperand)
             return (values.reshape(1, -1) if of_class else self._column(values)).sum(1, True)
         if isinstance(symbol, SpreadOperand):
-            return self.expr(tables.spread[symbol][1])
+            return self.expression_value(tables.spread[symbol].value)
         if symbol in tables.chosen:
             chosen = tables.chosen[symbol]
-            index = self.index(chosen.index)
-            values = self.node(chosen.operand).to(self.dtype)
+            index = self.index_value(chosen.index)
+            values = self.node_value(chosen.operand).to(self.dtype)
             if values.dim() == 2 and values.shape[0] == self.n and values.shape[1] > 1:
                 return values.gather(1, index)
             return values.reshape(-1)[index]
-        value = self.node(tables.nodes[symbol]).to(self.dtype)
+        value = self.node_value(tables.nodes[symbol]).to(self.dtype)
         return value.reshape(1, 1) if value.numel() == 1 else self._column(value)
 
     def _column(self, value: Tensor) -> Tensor:
-        """``[N, K]`` of a tensor of rows; without rows, -1 would be any number."""
+        """A tensor of rows as ``[N, K]``; for N = 0, a size of -1 would be ambiguous."""
         return value.reshape(self.n, value.shape[1:].numel())
 
-    def index(self, node: Node) -> Tensor:
+    def index_value(self, node: Node) -> Tensor:
         """An index ``[N, K]`` int64."""
-        made = self.node(node).to(torch.int64)
-        if made.numel() == 1:
-            return made.reshape(1, 1).expand(self.n, 1)
-        return self._column(made)
+        index = self.node_value(node).to(torch.int64)
+        if index.numel() == 1:
+            return index.reshape(1, 1).expand(self.n, 1)
+        return self._column(index)
 
-    def given(self, symbol: Symbol, classes: int) -> Tensor:
+    def given_value(self, symbol: Symbol, classes: int) -> Tensor:
         """An operand of the transform or of a moment, ``[V]`` or ``[N, V]``."""
-        value = self.node(self.tables.nodes[symbol])
         if isinstance(symbol, RowOperand):
-            made = self.symbol(symbol)
-            return made.expand(self.n, classes)
+            return self.symbol_value(symbol).expand(self.n, classes)
+        value = self.node_value(self.tables.nodes[symbol])
         of_class = isinstance(symbol, ClassOperand)
         value = value.reshape(-1) if of_class else value.reshape(self.n, classes)
         plain = value.is_floating_point() or value.dtype == torch.bool
