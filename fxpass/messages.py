@@ -42,7 +42,7 @@ NESTED = (
     "it is inside %{name} ({call}); of nested graphs, only those of activation checkpoints and "
     "custom functions are fused"
 )
-UNKNOWN_READER = "what is made of its logits is not known"
+UNKNOWN_READER = "no rule covers the operations that read its logits"
 FEW_MIB = "its logits take {size}, fewer than {least:g} MiB (FUSEDCE_MIN_LOGITS_MB=0 fuses all)"
 FEW_CLASSES = (
     "rows of {classes} logits take hardly more memory than the other values of a row "
@@ -83,11 +83,11 @@ MASK_OF_LOGITS = "is indexed by a mask in a way that is not known"
 JOINED = "joins rows of several tensors"
 JOINED_OTHERS = "joins tensors of other rows"
 PADS_ROWS = "pads rows"
-PART_MOVED = "puts rows at other rows"
+PART_MOVED = "writes rows to the places of other rows"
 PART_OF_OTHERS = "is a part of other rows"
-PART_SPLIT = "splits rows of what is read with them"
-PART_FROM_NUMBER = "starts where a number says"
-PLACE_FROM_NUMBER = "is a place that a number says"
+PART_SPLIT = "splits rows of an operand that is read with them"
+PART_FROM_NUMBER = "starts at a number of the program"
+PLACE_FROM_NUMBER = "takes a row or a class by a number of the program"
 BATCHED_PRODUCT = "is a batched product in a way that is not known"
 PRODUCT_OF_ROWS = "is a product of different rows"
 PRODUCT_OF_OTHERS = "is a product of other rows"
@@ -101,7 +101,7 @@ COLLECTIVE_ROWS = "is a collective along rows"
 SIZE = "has the size {size}"
 OPERAND_ROWS = "is an operand whose rows are not those of its reader"
 OTHER_DTYPE = "is {made} in rows, and {wanted} in the graph"
-CIRCLE = "is read by what it reads"
+CIRCLE = "would have to run before and after one call"
 
 # ---------------------------------------------------------------- a function of deferred logits
 
@@ -120,9 +120,9 @@ WRITES_AND_RETURNS = "writes to its arguments, and returns others"
 WRITES_OF_MODEL = "writes to logits of a model, or of which there are views"
 WRITES_WITHOUT_GRADIENTS = "writes to logits where gradients are off"
 ALREADY_COMPUTED = "reads logits that are computed"
-NO_RECORD = "reads logits of which nothing is known"
+NO_RECORD = "reads logits without a record of how they were made"
 WERE_DROPPED = "reads logits that were dropped"
-GRADIENT_SEEN = "reads logits at whose gradient the program looks"
+GRADIENT_SEEN = "reads logits whose gradient the program reads"
 HISTORY_CHANGED = "reads a tensor whose history was changed"
 BEFORE_STEP = "reads logits of before a step, or of a weight that was replaced"
 NUMBER_VARIES = "has a number that differs from call to call"
@@ -131,7 +131,9 @@ MODE = "runs in a mode of torch, or in a transform of torch.func"
 READS_TYPE = "reads a {kind}"
 ARGUMENT_TYPE = "has an argument of type {kind}"
 SLICE_OF_TENSORS = "has an argument that is a slice of tensors"
-SKIPPED_FRAME = "its logits are deferred: what reduces them runs in eager, a program each"
+SKIPPED_FRAME = (
+    "its logits are deferred: each function that reduces them is a program, called from eager code"
+)
 
 # ---------------------------------------------------------------- errors of deferred logits
 
@@ -145,9 +147,8 @@ FREED = "was freed"
 CHANGED = "was changed in place"
 CHANGED_DATA = "was changed in place (through .data)"
 COMPUTES_LOGITS = (
-    "{line} computes the logits {logits} of `{source}`, which were deferred{why}. Compute what "
-    "reads them in the compiled function, beside the loss; or have them computed there "
-    "(FUSEDCE_LOGITS=keep)"
+    "{line} computes the logits {logits} of `{source}`, which were deferred{why}. Read them "
+    "in the compiled function, beside the loss; or have them computed there (FUSEDCE_LOGITS=keep)"
 )
 GRADIENT_LATE = (
     "{what}, after functions of these logits were computed without them: their gradients go to "
@@ -155,8 +156,8 @@ GRADIENT_LATE = (
     "that; or have them computed with the loss (FUSEDCE_LOGITS=keep)"
 )
 SECOND_BACKWARD = (
-    "Trying to backward through the graph a second time: what computes the gradients of logits was "
-    "freed. Specify retain_graph=True"
+    "Trying to backward through the graph a second time: the tensors that the gradients of logits "
+    "need were freed. Specify retain_graph=True"
 )
 DROPPED = (
     "the logits of `{source}` were never computed, because FUSEDCE_LOGITS=drop; with "
