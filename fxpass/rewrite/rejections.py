@@ -150,8 +150,7 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
         reason = head.reason
         line = source_line(head.of)
         returned = head.node.op == "output"
-        if head.name in by_name and not returned:
-            why = by_name[head.name]
+        if (why := by_name.get(head.name) or by_name.get("")) and not returned:
             reason = f"{why.place} {why.reason}".strip()
         if head.small:
             log.debug("%s: %s", line, reason)

@@ -41,7 +41,7 @@ def remembering(gm: GraphModule, rows: RowsPass) -> Iterator[None]:
     yield
     try:
         if rows.made:
-            _write(place, [replace(joint, found=None, graph=None) for joint in rows.made])
+            _write(place, [replace(joint, regions=None, graph=None) for joint in rows.made])
         elif place.exists():
             rows.made += pickle.loads(place.read_bytes())
     except Exception:  # a report is not worth a program

@@ -140,7 +140,7 @@ def rewrite(
         except Stop as stop:
             why = [declined(None, stop)]
         except Exception as error:
-            log.debug("the pass failed", exc_info=True)
+            log.warning("the pass failed, please report this", exc_info=True)
             why = [Declined("", "", f"failed: {type(error).__name__}: {error}")]
         result.declined = result.declined or why
     return result

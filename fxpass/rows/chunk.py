@@ -17,6 +17,8 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxpass.region.loop import Loop
 from fxpass.region.run import Fakes, in_own_thread
@@ -242,8 +244,8 @@ class Chunk:
             raise _UnknownSize(found)
         if found in self.names:
             return self.fakes.sizes[self.names[found]]
-        values = [self.fakes.sizes[self.names[s]] for s in symbols]
-        return sympy.lambdify(symbols, found, modules=[{}, "math"])(*values)
+        values = {s: self.fakes.sizes[self.names[s]] for s in symbols}
+        return sympy_interp(PythonReferenceAnalysis, values, found)
 
     def inside(self, view: View) -> Tensor | None:
         return None if view.is_whole else self.given[CallInput("row_mask", view)]
