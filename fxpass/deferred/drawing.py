@@ -79,7 +79,7 @@ class Drawing:
         key: equal for graphs that differ only in ``sizes`` and ``numbers``.
 
     Raises:
-        Stop: an input of a model has no longer its autograd history.
+        Stop: an input of a model has lost its autograd history.
         StaleLogitsError: an input was changed.
     """
 

@@ -41,7 +41,8 @@ def attach_cast(part: BufferView, cast: Tensor) -> Tensor:
 
 
 def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
-    """``result``; for autograd, it is ``function(given)``, a view or a copy."""
+    """Returns ``result``; autograd records it as the output of ``function(given)``, a view or a
+    copy."""
     _ = given.grad_fn  # after a write, this replays the views that made ``given``
     with torch._C._InferenceMode(given.is_inference()):  # its end restores the grad mode too
         torch._C._set_grad_enabled(True)
@@ -54,8 +55,9 @@ def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
 
 
 def plain_view(logits: Tensor, value: Tensor) -> Tensor:
-    """``value``; for autograd, it is a view of deferred logits. It does not refer to them, as the
-    record of aten.alias does for a subclass: ``t.plain`` would keep ``t`` alive."""
+    """Returns ``value``; autograd records it as a view of deferred logits. Unlike the record of
+    aten.alias for a subclass, this one does not refer to the logits: ``t.plain`` would keep ``t``
+    alive."""
     if not logits.requires_grad:
         return recorded(_primal, logits, value)
     view = recorded(_PlainView.apply, logits, value)

@@ -3,7 +3,7 @@
 In: an :class:`fxpass.rewrite.transform.Outcome`, and the pass's records of the joint graphs. Out:
 the outcome with matches and rejections::
 
-    fused: ...: region of 1 head, logits [48, 97]: renorm, sum
+    fused: ...: region of 1 head, logits [48, 97]: log_softmax, sum
     not fused: ...: aten.cumsum at train.py:9 works along rows
 """
 

@@ -1,8 +1,9 @@
-"""Rows that are chosen of logits are chosen of the hidden states.
+"""Moves the selection of rows before the head: ``(x @ w)[i]`` becomes ``x[i] @ w``.
 
-In: a graph. Out: the graph, changed in place. The product of chosen rows is another head: an index
-may take a row twice, and a chosen row may meet other rows. Calls that compute each row by itself
-compute the chosen rows; a gradient that is put into zeros is multiplied before::
+In: a graph. Out: the graph, changed in place. The product of the selected rows is another head: an
+index may take a row twice, and a selected row may meet other rows. Calls that compute each row by
+itself compute the selected rows. A gradient that is scattered into zeros is multiplied first, and
+the product is scattered::
 
     index(tanh(mm(x, w)), [i, labels])    index(tanh(mm(index(x, [i]), w)), [arange(M), labels])
     split(log_softmax(mm(x, w)), N)       log_softmax(mm(index(x, [arange(2 N)[:N]]), w)), ...
@@ -26,7 +27,8 @@ from fxpass.rows.aten_calls import A, call_arguments, fill_value
 from fxpass.rows.builder import GraphBuilder
 from fxpass.rows.sizes import example, is_one, is_tensor_node, keys, packet, shape
 
-# A tensor as a sum of terms: the rows ``[M, V]`` that are put at row numbers ``[M]``; at None, all.
+# A tensor as a sum: row numbers ``[M]`` to the values ``[M, V]`` that are added at these rows; the
+# key None has a term for all rows.
 Terms = dict[Node | None, Node]
 
 
@@ -289,7 +291,7 @@ class _RowChooser:
         return {rows: self._term(node, rows, sizes, linear) for rows in every}
 
     def _term(self, node: Node, rows: Node | None, sizes: Any, linear: list[Any]) -> Node:
-        """The term of a linear call for some rows: of operands without a term there, of zeros."""
+        """The term of a linear call for some rows; an operand without a term there is zero."""
 
         def operand(arg: Node) -> Node:
             if is_tensor_node(arg) and arg in linear and shape(arg):

@@ -4,8 +4,8 @@ In: the nodes of regions. Out: nothing, or :class:`fxpass.rows.tags.Stop`. Each 
 recomputes logits, and their last bits may differ. So a chosen logit is equal to itself only where
 both sides of the comparison are of the same pass::
 
-    z >= amax(z, [1], True)    amax is of each pass
-    z >= amax(z)               declined: it is of the pass before
+    z >= amax(z, [1], True)    each pass computes its own maximum of a row
+    z >= amax(z)               declined: an earlier pass computed the maximum of all rows
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of a result that its readers replace by 0: a call need not compute these rows.
 
-In: a result of a part. Out: the masks of its readers: some mask holds for each row that is read::
+In: a result of a part. Out: the masks of its readers. At least one is true for each row read::
 
     picked [N]    where(labels != -100, -picked, 0).sum()    labels != -100
     picked [N]    picked.sum()                               None: all rows are read

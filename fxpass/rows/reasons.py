@@ -2,8 +2,8 @@
 
 In: a product and the node that ended its region. Out: records, each of which prints one line::
 
-    >>> print(Declined("train.py:9 z = head(x)", "aten.renorm at train.py:12", "has no rule"))
-    train.py:9 z = head(x): aten.renorm at train.py:12 has no rule
+    >>> print(Declined("train.py:9 z = head(x)", "aten.sort at train.py:12", "works along rows"))
+    train.py:9 z = head(x): aten.sort at train.py:12 works along rows
     >>> print(FoundHead("z", "train.py:18 loss = f(x)", 16, 97, 4, 0, ("log_softmax", "sum")))
     train.py:18 loss = f(x): logits [16, 97]: log_softmax, sum
 """

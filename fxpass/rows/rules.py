@@ -33,8 +33,8 @@ class Ref:
         kind: ``node`` of the region; ``row``, an operand with rows; ``shared``, an operand that all
             rows share; ``fill``, a tensor of one number.
         letters: of the dimensions.
-        places: of an operand with rows, its dimension for each dimension of the view's rows; None
-            where the operand is broadcast.
+        places: for each dimension of the view's rows, the dimension of the operand that has these
+            rows; None where the operand is broadcast.
         view: of the rows.
         sizes: canonical sizes, if a dimension of one element changes from rows to others or back.
     """

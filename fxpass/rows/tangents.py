@@ -1,7 +1,8 @@
-"""The degree of each node in a tangent: 1 for a value that is linear in the tangent.
+"""The degree of each node in a tangent, AOTAutograd's name for the incoming gradient of an output.
 
-In: a joint graph and one of its tangents. Out: for each node 1, 0 (it does not depend on the
-tangent) or None (neither). Forward can compute a gradient of degree 1, for a tangent of 1::
+In: a joint graph and one of its tangents. Out: for each node 1 (linear in the tangent), 0 (does not
+depend on the tangent) or None (neither). Forward can compute a gradient of degree 1, for a tangent
+of 1::
 
     dz = (softmax(z) - onehot) * tangent / N     degree 1
     dz = softmax(z) * clamp(tangent, max=1)      None
