@@ -164,6 +164,8 @@ def _head(node: Node, classes_first: bool) -> Head | None:
     bias = node.args[0] if packet(node) is A.addmm else None
     if packet(node) is A.addmm and any(v != 1 for v in node.kwargs.values()):
         return None
+    if isinstance(bias, Node) and not classes_first and not all(map(is_one, shape(bias)[:-1])):
+        return None  # each row has a bias of its own
     x, weight = (b, a) if classes_first else (a, b)
     if not isinstance(x, Node) or not isinstance(weight, Node):
         return None

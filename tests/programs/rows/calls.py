@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from fxpass import messages
 from tests.programs.row import BF16, BOTH, F16, NOTHING, RAISES, REGION, Row, becoming
 
 KIND = "calls"
@@ -50,9 +51,9 @@ ROWS = becoming((
         "input=torch.logsumexp(keepdim=True, dim=-1, input=z)).sum() * 0 "
         "+ F.cross_entropy(z, labels)"),
     Row("einsum of a diagonal", "F.cross_entropy(torch.einsum('nn,vn->nv', x[:D], weight), labels[:D])",
-        NOTHING, "is not known"),
+        NOTHING, messages.UNKNOWN_READER),
     Row("einsum of a stretched dimension",
-        "F.cross_entropy(torch.einsum('nd,vd->nv', x[:, :1], weight), labels)", NOTHING, "is not known"),
+        "F.cross_entropy(torch.einsum('nd,vd->nv', x[:, :1], weight), labels)", NOTHING, messages.UNKNOWN_READER),
     # an index counts from the end; gather and cross_entropy have no such labels
     Row("negative labels that a mask removes later",
         "labels = torch.where(rows, labels, torch.where(labels < 9, -1, -V)); "
