@@ -5,8 +5,8 @@ sentence of its own. Names in braces are filled in. :data:`INSTEAD` has code to 
 some, and :func:`instead_of` finds it for a text::
 
     >>> print(instead_of(RETURNED.format(size="2.0 GiB")))
-    loss = model(**batch, labels=labels).loss         # the model computes the loss
-    step = torch.compile(step, backend="fusedce")     # or compile what computes it
+    loss = model(**batch, labels=labels).loss  # the model computes the loss
+    step = torch.compile(step, backend="fusedce")  # or compile what computes it
 
 A text with which the operator ``fxpass::rows`` refuses its arguments stands where it is checked: no
 program meets it. So do the reasons of :mod:`fxpass.lower`, which finds no formula: such a loss is
@@ -241,23 +241,23 @@ MASK_BREAK = "`aten.nonzero.default`'s output shape depends on"
 # The code to write instead, two lines each, of what users meet most.
 INSTEAD = {
     ENTERS: (
-        'step = torch.compile(step, backend="fusedce")     # the function with both head and loss\n'
-        'model.compile(backend="fusedce")                  # or the model: its logits are deferred'
+        'step = torch.compile(step, backend="fusedce")  # the function with both head and loss\n'
+        'model.compile(backend="fusedce")  # or the model: its logits are deferred'
     ),
     RETURNED: (
-        "loss = model(**batch, labels=labels).loss         # the model computes the loss\n"
-        'step = torch.compile(step, backend="fusedce")     # or compile what computes it'
+        "loss = model(**batch, labels=labels).loss  # the model computes the loss\n"
+        'step = torch.compile(step, backend="fusedce")  # or compile what computes it'
     ),
     SOFTMAX_ALONG_ROWS: (
-        "loss = F.cross_entropy(a @ b.T, labels)           # and for the columns, not logits.T:\n"
-        "loss = loss + F.cross_entropy(b @ a.T, labels)    # a product of its own"
+        "loss = F.cross_entropy(a @ b.T, labels)  # and for the columns, not logits.T:\n"
+        "loss = loss + F.cross_entropy(b @ a.T, labels)  # a product of its own"
     ),
     WRITES_OF_MODEL: (
-        "logits = logits.masked_fill(mask, -math.inf)      # a new tensor, in place of a write\n"
+        "logits = logits.masked_fill(mask, -math.inf)  # a new tensor, in place of a write\n"
         "loss = F.cross_entropy(logits, labels)"
     ),
     MASK_BREAK: (
-        "labels = labels.masked_fill(~mask, -100)          # all rows, of which some are ignored\n"
+        "labels = labels.masked_fill(~mask, -100)  # all rows, of which some are ignored\n"
         "loss = F.cross_entropy(logits, labels)"
     ),
 }

@@ -44,7 +44,10 @@ def fingerprint_unit(bits, patch):
     names = re.findall(
         r"^    (\w+),$", source.partition("def weighted_sums(")[2].partition(":")[0], re.M
     )
-    given = dict(zip(names, taken["args"], strict=True))
+    options = taken["options"]
+    given = dict(zip(names, taken["args"], strict=False))
+    given |= {name: options.pop(name) for name in names if name in options}
+    assert [*given] == names
     types = {torch.uint8: "*u8"}
     signature = {
         name: ("i32" if abs(v) < 2**31 else "i64")
@@ -53,12 +56,12 @@ def fingerprint_unit(bits, patch):
         for name, v in given.items()
     }
     ones = {name: 1 for name, v in given.items() if isinstance(v, int) and v == 1}
-    sizes = {name: taken["options"].pop(name) for name in ("BLOCK", "SUMS")}
+    sizes = {name: options.pop(name) for name in ("BLOCK", "SUMS")}
     aligned = [n for n, v in given.items() if isinstance(v, int) and v % 16 == 0]
     aligned += ["factors", "out", *["bits"] * bits.is_contiguous()]
     constants = {**ones, **sizes}
     name = "weighted_sums"
-    return Unit(source, name, signature, constants, taken["options"], tuple(aligned))
+    return Unit(source, name, signature, constants, options, tuple(aligned))
 
 
 def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
