@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from fxpass import messages
 from fxpass.region.loop import Loop
 from fxpass.region.run import Fakes, in_own_thread
 from fxpass.region.text import Input
@@ -272,6 +273,8 @@ class Chunk:
     def _loop(self) -> Loop:
         inputs = list(self.inputs.values())
         self.fakes = Fakes(inputs, self.hints, self.device)
+        if "n" not in self.fakes.sizes:
+            raise Stop(messages.NO_ROWS)
         self.n = self.fakes.sizes["n"]
         rules = self.rules
 

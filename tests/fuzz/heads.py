@@ -37,6 +37,7 @@ torch.einsum("vd,btd->btv", {w}, {x})
 torch.einsum("btd,dv->btv", [{x}, {w}.t()])
 torch.addmm(bias, {x}.flatten(0, 1), {w}.t()).view(B, T, -1)
 torch.addmm(input=bias, mat1={x}.flatten(0, 1), mat2={w}.t(), beta=0.5).view(B, T, -1)
+torch.addmm(bias.repeat(B * T, 1), {x}.flatten(0, 1), {w}.t()).view(B, T, -1)
 torch.mm({x}.reshape(-1, D), {w}.t()).view(B, T, -1)
 torch.stack([F.linear({x}, {w}), F.linear({x}, second_weight)])[1]
 torch.stack((F.linear({x}, {w}), F.linear({x}, {w})), 1)[:, 0]

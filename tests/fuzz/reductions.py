@@ -258,6 +258,8 @@ ORDERED = lines("""
 {z}.softmax({d}).amax({d})
 {z}.argmax({d}) == {lab}
 {z}.topk(3, {d}).values.sum({d})
+{z}.movedim({d}, -1)[..., ::2].unsqueeze(-2).amax(-1).logsumexp(-1)
+{z}.movedim({d}, -1)[..., 1::3].relu().sum(-1)
 {z}.sort({d}).values.narrow({d}, 1, 2).sum({d})
 {z}.median({d}).values
 {z}.kthvalue(2, {d}).values
