@@ -158,7 +158,7 @@ ROWS = becoming((
         "(z * teacher).view(2, 3, V).transpose(0, 1).sum(-1) * labels.view(3, 2)", REGION),
     square("rows as classes", "F.cross_entropy(z.t(), labels)"),
     square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)",
-        NOTHING, messages.ALONG_ROWS),
+        NOTHING, messages.SOFTMAX_ALONG_ROWS),
     square("one mask of both dimensions",
         "m = teacher > 0; columns = z.T.masked_fill(m, -9.0).logsumexp(0); "
         "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", NOTHING),
