@@ -61,7 +61,7 @@ ROWS = (
         "distillation_alpha=1.0)", BOTH,
         of="TRL, its own"),
     Row("entropy_from_logits()", "entropy_from_logits(s)", of="TRL, its own", ways=IN_BF16),
-    Row("entropy_from_logits(chunk_size=24)", "entropy_from_logits(s, chunk_size=24)",
+    Row("entropy_from_logits(chunk_size=24)", "entropy_from_logits(s, chunk_size=24)", BOTH,
         of="TRL, its own"),
     Row("entropy_from_logits(), evaluation", "entropy_from_logits(s)",
         of="TRL, its own", trained=()),
