@@ -138,9 +138,9 @@ def rejections_of(suspects: Sequence[Suspect], made: Sequence[Rewritten]) -> Ite
     rejected = set[str]()
     for loss in (s for s in suspects if s.is_loss and s.name not in fused):
         reason = loss.reason
-        if reason == messages.SEVERAL_WEIGHTS:
-            pass  # the pass takes this product for no head, or for one of its columns
-        elif loss.product in by_name or (loss.product and not reason and declined):
+        # the pass takes a product with several weights for no head, or for one of its columns
+        explained = loss.product in by_name and reason != messages.SEVERAL_WEIGHTS
+        if explained or (loss.product and not reason and declined):
             why = by_name.get(loss.product, declined[0])
             reason = f"{why.place} {why.reason}".strip()
         if reason or (loss.product and made):
