@@ -86,6 +86,7 @@ NEEDS = {
     "ranks/test_two.py": ("transformers",),
     "unit/deferred/test_handed_on.py": ("transformers",),
     "libraries/test_accuracy_liger.py": ("liger_kernel",),
+    "libraries/test_contrib.py": ("accelerate", "datasets"),
     "libraries/test_deepspeed.py": ("deepspeed",),
     "libraries/test_device_maps.py": ("accelerate",),
     "libraries/test_lightning.py": ("lightning",),

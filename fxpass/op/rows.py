@@ -126,7 +126,8 @@ def _fake(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
 
 
 def _at_least_two(results: list[Tensor], like: Tensor) -> list[Tensor]:
-    """At least two tensors: code of Inductor's cpp_wrapper reads a list of one as a tensor."""
+    """At least two tensors: up to torch 2.13, code of Inductor's cpp_wrapper reads a list of one as
+    a tensor, and crashes."""
     return results if len(results) > 1 else [*results, like.new_empty(0)]
 
 

@@ -1,7 +1,8 @@
 """transformers.Trainer on a model that was compiled in place: eager's losses, metrics, checkpoints.
 
 accelerate knows a fixed list of backends, so ``TrainingArguments(torch_compile_backend=...)`` does not
-do; ``model.compile(backend="fusedce")`` before the Trainer does.
+do; ``model.compile(backend="fusedce")`` before the Trainer does, and so does
+``torch.compiler.set_stance(force_backend="fusedce")`` with ``torch_compile=True``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -257,6 +260,44 @@ def test_a_loss_outside_of_the_model(kind, dtype, tmp_path):
 
 
 def test_accelerate_refuses_the_name(tmp_path):
-    """If this fails, ``torch_compile_backend="fusedce"`` works: say so in fxpass/rewrite."""
+    """If this fails, ``torch_compile_backend="fusedce"`` works: say so in fxpass/TRAINERS.md, and
+    delete the patch in contrib."""
     with pytest.raises(ValueError, match="'FUSEDCE' is not a valid DynamoBackend"):
         trainer(tiny.llama(), tmp_path, torch_compile=True, torch_compile_backend="fusedce")
+
+
+@pytest.mark.parametrize("enabled", ["1", "0"])
+def test_torch_compile_with_a_forced_backend(enabled, tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDCE", enabled)
+    monkeypatch.setenv("FUSEDCE_INNER", "aot_eager")
+    losses = []
+    for torch_compile in (True, False):
+        arguments = {"torch_compile": torch_compile, "save_strategy": "no"}
+        made = trainer(tiny.llama(), tmp_path, **arguments)
+        with torch.compiler.set_stance(force_backend="fusedce"):
+            made.train()
+        losses.append(logged(made, "loss"))
+    tiny.assert_same_course(*losses, torch.float32)
+    graphs = counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= 3
+    assert counters["fusedce"]["matched"] == (graphs if enabled == "1" else 0)
+    assert counters["fusedce"]["rejected"] == 0
+
+
+@pytest.fixture
+def _new_accelerator():
+    """accelerate keeps the arguments of the first Accelerator of a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_new_accelerator")
+def test_an_accelerator_with_a_forced_backend(monkeypatch):
+    monkeypatch.setenv("FUSEDCE_INNER", "aot_eager")
+    model = Accelerator(cpu=True, dynamo_backend="inductor").prepare(tiny.llama())
+    ids = torch.randint(tiny.V, (4, 16))
+    with torch.compiler.set_stance(force_backend="fusedce"):
+        loss = model(input_ids=ids, labels=ids).loss
+    assert counters["fusedce"]["matched"] == counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(loss, tiny.llama()(input_ids=ids, labels=ids).loss)

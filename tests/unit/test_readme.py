@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PACKAGES = sorted((ROOT / "fxpass").glob("*/README.md"))
 OTHERS = sorted((ROOT / "fxpass").glob("*.md"))
-PAGES = [ROOT / "README.md", *OTHERS, *PACKAGES, ROOT / "benchmarks" / "README.md"]
+CONTRIB = sorted((ROOT / "contrib").glob("*.md"))
+PAGES = [ROOT / "README.md", *OTHERS, *PACKAGES, *CONTRIB, ROOT / "benchmarks" / "README.md"]
 
 
 def section(title: str) -> str:
