@@ -248,10 +248,6 @@ INSTEAD = {
         "loss = model(**batch, labels=labels).loss  # the model computes the loss\n"
         'step = torch.compile(step, backend="fusedce")  # or compile what computes it'
     ),
-    SOFTMAX_ALONG_ROWS: (
-        "loss = F.cross_entropy(a @ b.T, labels)  # and for the columns, not logits.T:\n"
-        "loss = loss + F.cross_entropy(b @ a.T, labels)  # a product of its own"
-    ),
     WRITES_OF_MODEL: (
         "logits = logits.masked_fill(mask, -math.inf)  # a new tensor, in place of a write\n"
         "loss = F.cross_entropy(logits, labels)"

@@ -99,6 +99,12 @@ def top_p(x: Tensor, w: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(-1).mean()
 
 
+def columns(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    """Both directions of a contrastive loss, but for the entries of columns: rows repeat."""
+    z = F.linear(x, w)
+    return F.cross_entropy(z, labels) + z.logsumexp(0).mean() - math.log(len(x))
+
+
 # ---------------------------------------------------------------- few fused losses, or many
 
 
@@ -230,6 +236,7 @@ REGIONS = {
     "kl": Program("KL plus cross-entropy", kl),
     "lora": Program("low-rank adapter", lora, ("x", "down", "up")),
     "top_p": Program("entropy of the top-p classes", top_p),
+    "columns": Program("softmaxes of rows and of columns", columns),
 }
 _LOSSES: dict[str, Function] = {
     CROSS_ENTROPY: plain,

@@ -59,6 +59,8 @@ class LoopFormula:
         self.split = split
         if len(split.heads) != 1 or len(split.groups) > 1:
             raise Unknown("has several heads")
+        if loop.merges:
+            raise Unknown("reduces the rows of each class")
         (self.head,) = split.heads
         self.formula: Formula = formula_of(split.function)
         self.products = self._products()

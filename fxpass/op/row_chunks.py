@@ -41,6 +41,7 @@ from fxpass.op.prepared_loop import PreparedLoop
 from fxpass.plan.devices import on_device
 from fxpass.plan.regions import RegionPlan
 from fxpass.region.broadcast import broadcastable, first_values, is_broadcast
+from fxpass.region.merging import MERGES, merged_dtype
 from fxpass.region.run import in_own_thread
 from fxpass.region.split import Group, HeadOperands
 
@@ -169,6 +170,7 @@ class _LoopRun:
         self.invariants = prepared.before([t for i, t in enumerate(tensors) if i not in loop.rows])
         self.shared = [self.invariants[i].contiguous() for i in parts.shared]
         self.row_inputs = [self.rows[i] for i in parts.rows]
+        self.merges = dict(loop.merges)
         self.sums: dict[int, _Sum] = {}
         self.row_results: dict[int, Tensor] = {}
         self.transposed = {t.result: t.transposed for group in parts.groups for t in group.tails}
@@ -191,10 +193,16 @@ class _LoopRun:
         loop = self.prepared.loop
         shape = loop.results[i].actual_shape(self.sizes)
         dtype = loop.dtype(i)
-        whole = self.index is None or i in loop.sums
-        new = torch.zeros if self.n == 0 or not whole else torch.empty
-        if i not in loop.sums:
+        of_rows = i not in loop.sums and i not in self.merges
+        new = torch.zeros if self.n == 0 or (of_rows and self.index is not None) else torch.empty
+        if of_rows:
             self.row_results[i] = new(shape, dtype=dtype, device=self.prepared.device)
+            return
+        if i in self.merges:
+            total = new(
+                shape, dtype=merged_dtype(self.merges[i], dtype), device=self.prepared.device
+            )
+            self.sums[i] = _Sum(total, dtype)
             return
         if several and i in self.transposed:  # a product, each of which rounds once
             several = not self.plan.rounded
@@ -207,7 +215,10 @@ class _LoopRun:
         """The results; uninitialised where no kernel of a formula ``runs``."""
         if self.prepared.formula is not None:
             return self._formula_results(self.prepared.formula, runs)
-        for part in slices(0, self.n, min(self.plan.rows, max(1, self.n))):
+        parts = list(slices(0, self.n, min(self.plan.rows, max(1, self.n))))
+        if self.merges and not parts:
+            parts = [slice(0, 0)]  # the reduction of no rows, or its error
+        for part in parts:
             self._chunk(part)
         self.scratch = Scratch(self.rows[0])  # frees the memory
         return [self._finished(i) for i in range(len(self.prepared.loop.results))]
@@ -292,7 +303,10 @@ class _LoopRun:
             slice_of(self.row_results[i], part).copy_(output)
         else:
             total = self.sums[i].total
-            (total.add_ if part.start else total.copy_)(output)
+            if part.start and i in self.merges:
+                MERGES[self.merges[i]](total, output, part.start)
+            else:
+                (total.add_ if part.start else total.copy_)(output)
 
     def _multiply(
         self, group: Group, outputs: list[Any], operands: list[Tensor], part: slice

@@ -1,8 +1,9 @@
 """A loop over rows as text: a function of a chunk of rows, and which of its results are summed.
 
 In: a text. Out: a ``Loop``, and the same text. The inputs of ``rows`` have rows first. The results
-of ``sums`` are added up over the chunks; others have rows first. Results have the dtype of the
-graph, but those of ``wide`` the dtype in which they are added up or multiplied::
+of ``sums`` are added up over the chunks, and those of ``merge`` merged by another operation
+(:mod:`fxpass.region.merging`); others have rows first. Results have the dtype of the graph, but
+those of ``wide`` the dtype in which they are added up or multiplied::
 
     >>> text = '''rows rows=0,1 sums=1 wide= memory_mb=0 compiled=1
     ... %0 = input float32[n, 5]
@@ -26,12 +27,13 @@ import torch
 from torch.fx import Graph
 
 from fxpass.formula.dtypes import compute_dtype
+from fxpass.region.merging import MERGES
 from fxpass.region.run import values_of
 from fxpass.region.text import Input, graph_of, is_on_ranks, lines_of, results_of
 
 _HEAD = re.compile(
     r"rows rows=([0-9,]*) sums=([0-9,]*) wide=([0-9,]*) memory_mb=([0-9]+) compiled=([01])"
-    r"( accumulate=float32)?"
+    r"( accumulate=float32)?( merge=([0-9:,a-z]*))?"
 )
 
 
@@ -47,6 +49,7 @@ class Loop:
         memory_mb: the user's budget in MiB; 0 is the default.
         compiled: whether Inductor compiles the function of rows; else it is interpreted.
         accumulate: as of :class:`fxpass.formula.reductions.Reductions`.
+        merges: the results that are merged over the chunks, and how.
     """
 
     rows: tuple[int, ...]
@@ -56,6 +59,7 @@ class Loop:
     memory_mb: int = 0
     compiled: bool = True
     accumulate: str = "auto"
+    merges: tuple[tuple[int, str], ...] = ()
 
     def text(self) -> str:
         """The text that ``parse`` reads."""
@@ -63,6 +67,8 @@ class Loop:
         head = "rows rows={} sums={} wide={}".format(*numbers)
         head += f" memory_mb={self.memory_mb} compiled={int(self.compiled)}"
         head += " accumulate=float32" if self.accumulate == "float32" else ""
+        merges = ",".join(f"{i}:{name}" for i, name in self.merges)
+        head += f" merge={merges}" if merges else ""
         return "\n".join([head, *lines_of(self.graph)])
 
     @staticmethod
@@ -102,6 +108,8 @@ def _parse(text: str) -> Loop:
     if not (match := _HEAD.fullmatch(head)):
         raise ValueError(f"{head[:200]!r} does not say which inputs have rows")
     rows, sums, unrounded = (tuple(int(i) for i in match[k].split(",") if i) for k in (1, 2, 3))
+    named = [pair.partition(":") for pair in (match[8] or "").split(",") if pair]
+    merges = tuple((int(i or -1), name) for i, _, name in named)
     loop = Loop(
         rows,
         sums,
@@ -110,12 +118,14 @@ def _parse(text: str) -> Loop:
         memory_mb=int(match[4]),
         compiled=match[5] == "1",
         accumulate="float32" if match[6] else "auto",
+        merges=merges,
     )
     count = len(results_of(loop.graph))
     for name, numbers, allowed in (
         ("rows", rows, range(len(loop.inputs))),
         ("sums", sums, range(count)),
         ("wide", unrounded, range(count)),
+        ("merge", tuple(i for i, name in merges if name in MERGES), range(count)),
     ):
         if list(numbers) != sorted(set(numbers) & set(allowed)):
             raise ValueError(f"{name}={numbers} is not ascending or not of {list(allowed)}")

@@ -118,9 +118,11 @@ def _nonzero_rows(value: Tensor) -> Tensor | None:
 
 @lru_cache(maxsize=1024)
 def zero_rows_of(loop: Loop) -> ZeroRows | None:
-    """The conditions under which rows of a loop are 0; None if there are none for some result, and
-    for a loop with collectives: ranks may differ in the rows that contribute."""
-    return None if loop.on_ranks else in_own_thread(lambda: _Finder(loop).zero_rows())
+    """The conditions under which rows of a loop are 0; None if there are none for some result, for
+    a loop that merges results, and for a loop with collectives: ranks may differ in the rows that
+    contribute."""
+    every = loop.on_ranks or loop.merges
+    return None if every else in_own_thread(lambda: _Finder(loop).zero_rows())
 
 
 class _Finder:

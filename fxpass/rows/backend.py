@@ -32,6 +32,7 @@ from fxpass.rows.alike import mark_alike
 from fxpass.rows.aten_calls import A
 from fxpass.rows.chosen import choose_rows
 from fxpass.rows.collectives import spell_gathers
+from fxpass.rows.columns import spell_sums
 from fxpass.rows.comparisons import check_passes
 from fxpass.rows.emit import emit
 from fxpass.rows.heads import PRODUCTS, head_products, may_have_heads
@@ -53,12 +54,15 @@ class _Attempt(NamedTuple):
     parts: bool = False  # parts of rows are heads of their own
     largest_only: bool = False  # only products with the most rows are heads
     classes_first: bool = False  # logits are [V, N]
+    columns: bool = False  # reductions over rows are merged over chunks
     may_decline: bool = False  # the attempt counts even if it declines heads
 
 
 _ATTEMPTS = (
     _Attempt(),
     _Attempt(parts=True),
+    _Attempt(classes_first=True),
+    _Attempt(columns=True),
     _Attempt(largest_only=True, may_decline=True),
     _Attempt(classes_first=True, may_decline=True),
 )
@@ -116,8 +120,15 @@ def rewrite(
             chosen = choose_rows(graph, head_products(graph, least_mb), attempt.parts)
             if attempt.parts and not chosen:
                 continue
+            if attempt.columns:
+                spell_sums(graph)
             regions = find_regions(
-                graph, least_mb, attempt.classes_first, attempt.largest_only, strategy
+                graph,
+                least_mb,
+                attempt.classes_first,
+                attempt.largest_only,
+                strategy,
+                attempt.columns,
             )
             if regions is None:
                 continue

@@ -295,7 +295,10 @@ class Chunk:
             node.meta["input"] = declared
         rows = tuple(i for i, declared in enumerate(inputs) if declared.shape[:1] == ("n",))
         sums = tuple(i for i, node in enumerate(self.call.results) if rules.is_sum(node))
-        return Loop.parse(Loop(rows, sums, graph).text())
+        merges = tuple((i, rules.plans[self.call.results[i]].merge) for i in sums)
+        merges = tuple((i, merge) for i, merge in merges if merge)
+        sums = tuple(i for i in sums if i not in dict(merges))
+        return Loop.parse(Loop(rows, sums, graph, merges=merges).text())
 
     def _result(self, node: Node) -> Tensor:
         made = self._masked(node, self.values[node])

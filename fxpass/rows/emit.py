@@ -290,6 +290,8 @@ def _operand(builder: RowBuilder, operand: CallInput, given: Any, power: Power |
 def _summed(builder: RowBuilder, rules: Rules, node: Node, made: Node) -> Node:
     """A call's sum in the shape of a node; over a number of elements, where the node is a mean."""
     per = rules.plans[node].per
+    if rules.plans[node].merge.startswith("arg"):  # a value and its row
+        made = builder.call(A.select.int, made, 0, 1)
     if per:
         made = builder.call(A.div.Tensor, made, builder.product(per))
     if keys(shape(made)) != keys(shape(node)):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxpass import messages
-from fxpass.formula.dtypes import LOW_PRECISION
 from fxpass.rows.aten_calls import A, P, call_arguments, call_with
-from fxpass.rows.canonical import align, zero_outside
+from fxpass.rows.canonical import align
+from fxpass.rows.columns import along_rows, respell
 from fxpass.rows.rules import Env, NodePlan, Ref, Rules, rule
 from fxpass.rows.sizes import example, guard_equal, is_tensor_node, packet, shape
 from fxpass.rows.tags import Stop, Tag, canonical_dim, inner_sizes, letter_of, relettered
@@ -68,7 +67,7 @@ def copy(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 @rule("_log_softmax_backward_data", "_softmax_backward_data")
 @rule("gather", "scatter", "scatter_add", "scatter_reduce")
 def along(rules: Rules, node: Node, want: Any) -> NodePlan:
-    """Calls along dimensions that are not of rows, and sums over all rows."""
+    """Calls along dimensions that are not of rows, and reductions over all rows."""
     given = call_arguments(node)
     source = node.args[0]
     assert isinstance(source, Node)
@@ -81,13 +80,17 @@ def along(rules: Rules, node: Node, want: Any) -> NodePlan:
     keeps = results[0].dim() == rank
     tensors = [a for a in node.all_input_nodes if is_tensor_node(a)]
     alike = [a for a in tensors if len(shape(a)) == rank]
-    if want is not None:
-        tag = _source_tag(want, dims, sizes, keeps, rules.classes)
-    else:
+    if want is None:
         tag = rules.joined_tag(alike, sizes)
-    rows = [d for d in dims if tag.letters[d] == "r"]
-    if rows:
-        return _over_rows(rules, node, tag, dims, rows)
+    elif packet(node) is A.scatter:
+        tag = want
+    else:
+        tag = _source_tag(want, dims, sizes, keeps, rules.classes)
+    if rules.columns and len(dims) == 1 and respell(rules, node, tag, dims[0]):
+        rules.plan_node(node, want)
+        return rules.plans[node]
+    if any(tag.letters[d] == "r" for d in dims):
+        return along_rows(rules, node, tag, dims)
     for arg in alike:
         pairs = zip(tag.letters, shape(arg), sizes, strict=True)
         if any(letter == "r" and not guard_equal(a, b) for letter, a, b in pairs):
@@ -170,26 +173,3 @@ def flip(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
     ref = rules.ref(source, tag)
     view = tag.view.then("flip", rows, tag.view.shape)
     return NodePlan(tag.with_letters(tag.letters, view), [ref], lambda env: env.get(ref))
-
-
-def _over_rows(rules: Rules, node: Node, tag: Tag, dims: list[int], rows: list[int]) -> NodePlan:
-    """A sum over all rows: the loop accumulates the sums of chunks."""
-    source: Any = node.args[0]
-    mean = node.target in (A.mean.default, A.mean.dim)
-    sums = node.target in (A.sum.default, A.sum.dim_IntList)
-    if "softmax" in str(node.target):
-        raise Stop(messages.SOFTMAX_ALONG_ROWS)
-    if not (mean or sums) or set(rows) != set(tag.rows):
-        raise Stop(messages.ALONG_ROWS)
-    if not rules.has_classes(source):
-        raise Stop(messages.SUMS_ROWS)
-    ref = rules.ref(source, tag)
-    over = [0, *(canonical_dim(tag.letters, d) for d in dims if d not in rows)]
-    low = example(source).dtype in LOW_PRECISION
-    dtype = torch.float32 if low else call_arguments(node).get("dtype")
-
-    def run(env: Env) -> Tensor:
-        return A.sum.dim_IntList(zero_outside(env, env.full(ref), tag), over, False, dtype=dtype)
-
-    sizes = shape(source)
-    return NodePlan(None, [ref], run, (tag.view,), tuple(sizes[d] for d in dims) if mean else ())

@@ -85,6 +85,7 @@ def find_regions(
     classes_first: bool,
     largest_only: bool,
     strategy: str,
+    columns: bool = False,
 ) -> Regions | None:
     """Finds the regions of a graph; None if it has no head.
 
@@ -94,6 +95,7 @@ def find_regions(
         largest_only: only products with as many rows as the largest are heads.
         strategy: where gradients that forward can compute are computed: ``chunked``, in forward;
             ``tiled``, in backward; ``auto``, in forward, unless they take more memory than logits.
+        columns: reductions over rows other than sums are of regions.
     """
     backward = backward_nodes(tangent_inputs(graph), graph)
     candidates = find_heads(graph, backward, least_mb, classes_first)
@@ -109,9 +111,11 @@ def find_regions(
         weights={origin_of(head.weight) for head in candidates},
         hidden={origin_of(head.x) for head in candidates},
         alike=all(is_alike(head.node) for head in candidates),
+        columns=columns,
     )
     regions = Regions(rules, plan_heads(rules, candidates), backward)
     propagate(rules, regions.heads, backward)
+    backward |= backward_nodes(tangent_inputs(graph), graph)  # with those that rules have added
     inside = region_nodes(rules)
     if strategy == "chunked" or (strategy == "auto" and not _saves_much(regions)):
         _find_factor(regions, inside)
@@ -224,7 +228,7 @@ def _find_parts(regions: Regions, inside: set[Node], component: dict[Node, Node]
         for n in fused
         if (not rules.has_many(n) or n in gradients)
         and not isinstance(rules.tags_of(n), list)
-        and any(user not in inside for user in n.users)
+        and any(user not in inside or rules.is_sum(n) for user in n.users)
     }
     for p in sorted({phase[n] for n in fused}, reverse=True):
         for c in dict.fromkeys(component[n] for n in sorted(fused, key=order.__getitem__)):

@@ -85,6 +85,7 @@ class NodePlan:
         run: computes the canonical result.
         views: the views that ``run`` passes to :meth:`Env.inside`.
         per: of a mean over rows, the sizes whose product divides the sum.
+        merge: of another reduction over rows, how chunks are merged: :mod:`fxpass.region.merging`.
     """
 
     tag: Tag | list[Tag | None] | None
@@ -92,6 +93,7 @@ class NodePlan:
     run: Run
     views: tuple[View, ...] = ()
     per: tuple[Any, ...] = ()
+    merge: str = ""
 
 
 Rule = Callable[["Rules", Node, Any], NodePlan]
@@ -121,6 +123,7 @@ class Rules:
         weights: of the heads, without views.
         hidden: the hidden states of the heads, without views; they are operands.
         alike: True if the heads have the same sizes on all ranks.
+        columns: True if reductions over rows other than sums are of regions.
     """
 
     graph: Graph
@@ -129,6 +132,7 @@ class Rules:
     weights: set[Node]
     hidden: set[Node]
     alike: bool = False
+    columns: bool = False
     plans: dict[Node, NodePlan] = field(default_factory=dict)
     reasons: dict[Node, Stop] = field(default_factory=dict)
     _pulling: set[Node] = field(default_factory=set)
@@ -156,7 +160,7 @@ class Rules:
         return self.has_classes(node) and not few
 
     def is_sum(self, node: Any) -> bool:
-        """True if the node is a sum over rows."""
+        """True if the node is a sum, or another reduction, over rows."""
         return node in self.plans and self.plans[node].tag is None
 
     def is_weight(self, node: Any) -> bool:

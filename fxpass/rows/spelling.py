@@ -7,6 +7,7 @@ In: a graph. Out: the graph, changed in place::
     mm(full([N, V], 0), w [V, D])          full([N, D], 0)
     max(z), amax(z, [0, 1])                amax(amax(z, [-1]), [0])
     ne(unsqueeze(t, 1), -100)              unsqueeze(ne(t, -100), 1)
+    eq(iota(N, uint16)[:, None], iota(N, uint16))          the same of int64
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.aten_calls import VIEWS, A, fill_value
+from fxpass.rows.aten_calls import VIEWS, A, P, fill_value
 from fxpass.rows.sizes import example, is_one, is_tensor_node, key, keys, packet, shape
 
 # Reductions of several dimensions that may run one dimension after another.
@@ -44,6 +45,8 @@ def spell(graph: Graph) -> None:
             fill_value(factor) == 0 for factor in node.all_input_nodes
         ):
             made = _spell_zeros(graph, node)
+        elif node.target is P.iota.default:
+            _widen_range(node)
         elif node.target in _NESTED:
             made = _spell_reduction(graph, node)
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -108,6 +111,21 @@ def _spell_stack(graph: Graph, node: Node) -> Node | None:
     for row in rows:
         row.meta["val"] = _without_view(example(node)[:1])
     return made
+
+
+def _widen_range(node: Node) -> None:
+    """Gives a range of unsigned 16 or 32 bits that is only compared, as in ``eye``, 64 bits: a loop
+    may be interpreted, and eager has no such range."""
+    if example(node).dtype not in (torch.uint16, torch.uint32):
+        return
+    changed = [node]
+    for source in changed:
+        changed += [user for user in source.users if packet(user) in VIEWS]
+    readers = {user for source in changed for user in source.users} - {*changed}
+    if readers and all(packet(user) is A.eq for user in readers):
+        node.kwargs = node.kwargs | {"dtype": torch.int64}
+        for source in changed:
+            source.meta["val"] = example(source).new_empty(shape(source), dtype=torch.int64)
 
 
 def _spell_product(graph: Graph, node: Node) -> Node:

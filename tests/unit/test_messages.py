@@ -99,15 +99,6 @@ def loss_alone(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def both_directions(a: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    z = a @ b.T
-    return F.cross_entropy(z, labels) + F.cross_entropy(z.T, labels)
-
-
-def two_products(a: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(a @ b.T, labels) + F.cross_entropy(b @ a.T, labels)
-
-
 def head_and_loss(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(head(x).float(), labels)
 
@@ -129,7 +120,6 @@ def rows(n: int = 32, d: int = 16) -> Tensor:
 
 
 LABELS = torch.arange(32) % 300
-SQUARE = torch.arange(300)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +133,6 @@ SQUARE = torch.arange(300)
             lambda: (rows(), LABELS),
         ),
         (
-            messages.SOFTMAX_ALONG_ROWS,
-            both_directions,
-            lambda: (rows(300), rows(300), SQUARE),
-            two_products,
-            lambda: (rows(300), rows(300), SQUARE),
-        ),
-        (
             messages.MASK_BREAK,
             of_masked_rows,
             lambda: (rows(), LABELS, LABELS > 3),
@@ -157,7 +140,7 @@ SQUARE = torch.arange(300)
             lambda: (rows(), LABELS, LABELS > 3),
         ),
     ],
-    ids=["head elsewhere", "columns", "mask"],
+    ids=["head elsewhere", "mask"],
 )
 def test_a_report_says_what_to_write_instead(
     refusal: str,

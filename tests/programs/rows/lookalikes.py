@@ -157,8 +157,10 @@ ROWS = becoming((
     square("rows in another order, with values",
         "(z * teacher).view(2, 3, V).transpose(0, 1).sum(-1) * labels.view(3, 2)", REGION),
     square("rows as classes", "F.cross_entropy(z.t(), labels)"),
-    square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)",
-        NOTHING, messages.SOFTMAX_ALONG_ROWS),
+    square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)", REGION),
+    square("a softmax over rows, and over classes",
+        "z.log_softmax(0).diagonal().sum() + F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels)",
+        REGION),
     square("one mask of both dimensions",
         "m = teacher > 0; columns = z.T.masked_fill(m, -9.0).logsumexp(0); "
         "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", NOTHING),

@@ -48,7 +48,7 @@ def _(z: Tensor) -> Tensor:
 
 # Those that need no logits where their loss is in another graph.
 ANSWERED = (
-    *("over the norm of everything", "less the largest of everything", "contrastive, both ways"),
+    *("over the norm of everything", "less the largest of everything"),
     *("noise of its own", "hidden states written after the head"),
     *("a branch on a logit", "a number of the logits"),
 )
@@ -56,7 +56,6 @@ ANSWERED = (
 # fmt: off
 REFUSED = (
     # rows mix
-    Row("softmax over rows", "spread(z.softmax(0))", NOTHING, messages.SOFTMAX_ALONG_ROWS),
     Row("log_softmax over tokens", "spread(s.log_softmax(1))", NOTHING, messages.SOFTMAX_ALONG_ROWS),
     Row("softmax of everything",
         "spread(z.flatten().softmax(0).view(N, V))", NOTHING, messages.ROWS_AND_CLASSES),
@@ -83,11 +82,6 @@ REFUSED = (
         "p, y = (z.softmax(-1), F.one_hot(labels, V).float()); "
         "(1 - (2 * (p * y).sum(0) + 1) / (p.sum(0) + y.sum(0) + 1)).mean()",
         BOTH),
-    Row("contrastive, both ways",
-        "z = (F.normalize(x) @ F.normalize(weight[:N]).t() * 10).nan_to_num(); "
-        "own = torch.arange(N); "
-        "(F.cross_entropy(z, own) + F.cross_entropy(z.t(), own)) / 2",
-        NOTHING, messages.SOFTMAX_ALONG_ROWS, of="CLIP"),
     Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)", NOTHING),
     Row("pairs of rows averaged",
         "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, messages.ALONG_ROWS),
