@@ -137,10 +137,9 @@ def diagonal(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
 
 
 def spell_sums(graph: Graph) -> None:
-    """Gives sums of one-hot values, as in the gradient of a softmax of labels, their value::
+    """Gives sums of one-hot values, as in the gradient of a softmax of labels, their value.
 
-    sum(scatter(zeros, 1, t, -1) * y, [1], True)    y * -1    for t and y [N, 1]
-    """
+    For t and y ``[N, 1]``, ``sum(scatter(zeros, 1, t, -1) * y, [1], True)`` is ``y * -1``."""
     for node in list(graph.find_nodes(op="call_function", target=A.sum.dim_IntList)):
         product, dims, *keep = node.args
         if packet(product) is not A.mul or len(dims) != 1 or keep != [True] or node.kwargs:
@@ -215,14 +214,16 @@ def _spell_softmax(add: _Inserter, node: Node, dim: int, of_rows: bool) -> bool:
     """``_softmax`` and ``_log_softmax`` by maxima and sums of exponentials."""
     z: Any = node.args[0]
     one = _one(z, dim)
+    total = None
     if of_rows:
         largest, total = _add_exponentials(add, z, dim)
-        shifted = add.call(A.sub.Tensor, example(z), z, largest)
-        terms = add.call(A.exp.default, example(z), shifted)
     else:
         largest = add.call(A.amax.default, one, z, [dim], True)
-        shifted = add.call(A.sub.Tensor, example(z), z, largest)
-        terms = add.call(A.exp.default, example(z), shifted)
+    shifted = add.call(A.sub.Tensor, example(z), z, largest)
+    # A later phase rounds logits otherwise, and no probability may exceed 1 there.
+    shifted = add.call(A.clamp_max.default, example(z), shifted, 0)
+    terms = add.call(A.exp.default, example(z), shifted)
+    if total is None:
         total = add.call(A.sum.dim_IntList, one, terms, [dim], True)
     if packet(node) is A._softmax:
         return add.become(A.div.Tensor, terms, total)

@@ -5,7 +5,7 @@ recomputes logits, and their last bits may differ. So a chosen logit is equal to
 both sides of the comparison are of the same pass::
 
     z >= amax(z, [1], True)    each pass computes its own maximum of a row
-    z >= amax(z)               declined: an earlier pass computed the maximum of all rows
+    z >= amax(z), amax(z, [0]) declined: an earlier pass computed the maximum of all rows
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def check_passes(rules: Rules, inside: Collection[Node]) -> None:
             seen.add(chosen := todo.pop())
             if packet(chosen) not in _CHOOSES:
                 continue
-            if chosen not in inside and any(n in inside for n in chosen.all_input_nodes):
+            of_all = chosen not in inside or rules.is_sum(chosen)
+            if of_all and any(n in inside for n in chosen.all_input_nodes):
                 stop = Stop(messages.COMPARED)
                 stop.node = node
                 raise stop
