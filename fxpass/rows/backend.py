@@ -32,7 +32,7 @@ from fxpass.rows.alike import mark_alike
 from fxpass.rows.aten_calls import A
 from fxpass.rows.chosen import choose_rows
 from fxpass.rows.collectives import spell_gathers
-from fxpass.rows.columns import spell_sums
+from fxpass.rows.column_spelling import spell_sums
 from fxpass.rows.comparisons import check_passes
 from fxpass.rows.emit import emit
 from fxpass.rows.heads import PRODUCTS, head_products, may_have_heads

@@ -11,7 +11,8 @@ from torch.fx.node import map_arg
 from fxpass import messages
 from fxpass.rows.aten_calls import A, P, call_arguments, call_with
 from fxpass.rows.canonical import align
-from fxpass.rows.columns import along_rows, respell
+from fxpass.rows.column_spelling import respell
+from fxpass.rows.columns import along_rows
 from fxpass.rows.rules import Env, NodePlan, Ref, Rules, rule
 from fxpass.rows.sizes import example, guard_equal, is_tensor_node, packet, shape
 from fxpass.rows.tags import Stop, Tag, canonical_dim, inner_sizes, letter_of, relettered
@@ -82,7 +83,7 @@ def along(rules: Rules, node: Node, want: Any) -> NodePlan:
     alike = [a for a in tensors if len(shape(a)) == rank]
     if want is None:
         tag = rules.joined_tag(alike, sizes)
-    elif packet(node) is A.scatter:
+    elif packet(node) in (A.scatter, A.scatter_add):
         tag = want
     else:
         tag = _source_tag(want, dims, sizes, keeps, rules.classes)
