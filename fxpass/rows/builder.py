@@ -112,7 +112,7 @@ class GraphBuilder:
             self._sizes[expr] = self._new_size(expr)
         return self._sizes[expr]
 
-    def _new_size(self, expr: Any) -> Node:
+    def _new_size(self, expr: Any) -> Any:
         size = self._symints.get(expr)
         if expr not in self._sources and size is not None:  # another symbol of the same size
             equal = (
@@ -121,6 +121,8 @@ class GraphBuilder:
                 if other in self._symints and same_size(self._symints[other], size)
             )
             expr = next(equal, expr)
+            if isinstance(expr, int):
+                return expr
         if expr in self._sources:
             node, dim = self._sources[expr]
             return node if dim is None else self.call(A.sym_size.int, node, dim)
@@ -166,8 +168,9 @@ class GraphBuilder:
             source = node.args[0] if packet(node) is A.sym_size and node.args else None
             if source in inside and node not in self.made:
                 size = self.size(example(node))
-                if isinstance(size, Node):
-                    node.replace_all_uses_with(size)
+                put = lambda n, old=node, new=size: new if n is old else n  # noqa: E731
+                for user in list(node.users):
+                    user.args, user.kwargs = map_arg((user.args, user.kwargs), put)
 
     def sort(self) -> None:
         """Moves each node behind its arguments, in the graph's order otherwise; writes to inputs of

@@ -106,6 +106,8 @@ def is_row_wise(node: Node, sizes: Sequence[Any]) -> bool:
     whole = lambda t: t.dim() == rank and keys(t.shape[:-1]) == keys(sizes)  # noqa: E731
     if not all(isinstance(t, torch.Tensor) and whole(t) for t in results):
         return False
+    if packet(node) is A.expand and len(shape(node.args[0])) != rank:  # pyright: ignore
+        return False
     if packet(node) in _EACH or torch.Tag.pointwise in node.target.tags:
         return torch.Tag.nondeterministic_seeded not in node.target.tags
     operands = map(example, filter(is_tensor_node, node.all_input_nodes))

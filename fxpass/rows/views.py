@@ -11,7 +11,7 @@ from fxpass import messages
 from fxpass.rows.aten_calls import A, P
 from fxpass.rows.canonical import align
 from fxpass.rows.rules import Env, NodePlan, Rules, rule
-from fxpass.rows.sizes import example, packet, same_size, shape
+from fxpass.rows.sizes import example, keys, packet, same_size, shape
 from fxpass.rows.tags import (
     Stop,
     Tag,
@@ -41,6 +41,12 @@ def reshape(rules: Rules, node: Node, want: Tag | None) -> NodePlan:
         given = want.with_letters(letters, want.view.reshape(made.row_sizes(before)))
     ref = rules.ref(source, given)
     sizes = inner_sizes(after, result.letters)
+    varying = [
+        {k for k in keys(inner_sizes(some, tag.letters)) if not isinstance(k, int)}
+        for some, tag in ((before, given), (after, result))
+    ]
+    if varying[0] != varying[1]:  # in a text, no size is a product of two others
+        raise Stop(messages.SIZES_VARY)
 
     def run(env: Env) -> Tensor:
         tensor = env.get(ref)

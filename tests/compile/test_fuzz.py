@@ -6,9 +6,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from fxpass.rows import backend
 from tests.fuzz.campaign import (
     SPELLED,
     Drawn,
@@ -56,6 +58,8 @@ def test_programs_have_everything_that_the_grammar_says(drawn):
         "log_softmax",
         "with torch.no_grad()",
         "argmax",
+        "softmax(0)",
+        ".amax([0, 1]",
     ):
         assert any(part in text for text in texts), part
     assert {one.spelling for one in drawn} == {"", *SPELLED}
@@ -81,6 +85,14 @@ def test_a_program_is_judged_and_reduced():
     assert small.row.text.count("\n") == 1
     assert small.way.dynamic is None
     assert like("output 0: 1.2e-3 > 1e-6") == like("gradient of x: 5.0 > 1e-6")
+
+
+def test_a_pass_that_fails_is_noticed():
+    case = Drawn(Row("of the test", "loss = F.cross_entropy(z, labels)\n(loss,)"), Way())
+    with quiet(), mock.patch.object(backend, "find_regions", side_effect=KeyError("of the test")):
+        kind, why = judge(case)
+    assert kind == "failed"
+    assert "of the test" in why
 
 
 def test_the_command_line():

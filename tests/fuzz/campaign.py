@@ -271,19 +271,20 @@ def printed(drawn: Drawn) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Dynamo without its logs, and without what only a profile needs."""
-    loggers = [logging.getLogger(name) for name in ("torch", "fxpass")]
-    levels = [logger.level for logger in loggers]
+    """Dynamo without its logs, and without what only a profile needs. The oracle reads those of
+    fxpass, which are not printed."""
+    torch_log, log = logging.getLogger("torch"), logging.getLogger("fxpass")
+    level = torch_log.level
     profile: Any = contextlib.nullcontext()
     if hasattr(guards, "profile_guard_manager"):
         # a third of the time that a small program takes to compile is spent on emptying caches,
         # to measure how long its guards take
         profile = mock.patch.object(guards, "profile_guard_manager", return_value=0.0)
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+        torch_log.setLevel(logging.CRITICAL)
+        log.propagate = False
         with profile:
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        torch_log.setLevel(level)
+        log.propagate = True

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz import reductions
+from tests.fuzz import columns, reductions
 from tests.programs.operands import Sizes
 
 NUMBERS = ("0.5", "2.0", "1.25", "3", "0.75", "-1.5")
@@ -37,12 +37,13 @@ class _Unfilled(Exception):  # noqa: N818
 
 @dataclass
 class Tensors:
-    """The names of a program with their values, and those that have classes."""
+    """The names of a program with their values, those that have classes, and its results."""
 
     rng: random.Random
     sizes: Sizes
     env: dict[str, Any]
     classes: dict[str, Classes]
+    results: list[str] = field(default_factory=list)
 
     def value(self, text: str) -> Any:
         try:
@@ -65,9 +66,12 @@ class Tensors:
     def row_sizes(self, name: str, dim: int) -> list[int]:
         return [size for i, size in enumerate(self.shape(name)) if i != dim]
 
-    def distinct(self, z: str) -> bool:
-        """Whether no two classes of a row are equal, or so near that rounding decides."""
+    def distinct(self, z: str, of_columns: bool = False) -> bool:
+        """Whether no two classes of a row, or no two rows of a class, are equal, or so near that
+        rounding decides."""
         value, dim = self.env[z].detach(), self.classes[z].dim
+        if of_columns:
+            value, dim = value.movedim(dim, 0).flatten(1), 1
         if value.shape[dim] < 2:
             return True
         gaps = value.double().sort(dim).values.diff(dim=dim)
@@ -93,6 +97,10 @@ class Tensors:
             "class1": f"(-1{', 1' * after})",
             "c": f"factor{cut}{column}",
             "cw": f"class_weight{cut}{column}",
+            "rows": str([i for i in range(rank) if i != d]),
+            "m": self.rng.choice(columns.MATRICES),
+            "t": self.rng.choice(columns.TRANSPOSES),
+            "col": self.rng.choice(columns.ROWS),
             "order": "chosen" if not cut else f"chosen[chosen < {v}]",
             "args": self._arguments(v),
             "reduction": self.rng.choice(reductions.ARGUMENTS["reduction"]),
@@ -102,12 +110,14 @@ class Tensors:
             values[name] = one.rows.format(operand)
             values[f"{name}1"] = f"{values[name]}.unsqueeze({d})"
         values["labk"] = f"torch.cat([{values['lab1']}, {values['lab1']} // 2], {d})"
-        if "{flat}" in template:
+        if re.search(r"\{(flat|m|t)\}", template):
             values["lab"] += ".reshape(-1)"
 
         def fill(match: re.Match[str]) -> str:
             if match[1] == "o":
                 return self._other(z)
+            if match[1] == "k":
+                return self._column(v)
             if match[1] in "gq":
                 return self._given("teacher" if match[1] == "g" else "soft", z, cut)
             return values[match[1]]
@@ -136,6 +146,13 @@ class Tensors:
         ]
         if self.rng.random() < 0.9:
             names = [n for n in names if self.classes[n].rows == one.rows]
+        if not names:
+            raise _Unfilled
+        return self.rng.choice(names)
+
+    def _column(self, v: int) -> str:
+        """A result with a value for each class."""
+        names = [n for n in self.results if self.env[n].shape in ((v,), (1, v))]
         if not names:
             raise _Unfilled
         return self.rng.choice(names)

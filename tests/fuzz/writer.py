@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz import heads, reductions, steps
+from tests.fuzz import columns, heads, reductions, steps
 from tests.fuzz.scope import SCOPE
 from tests.fuzz.spellings import all_pointwise_calls
 from tests.fuzz.tensors import NUMBERS, Classes, Tensors
@@ -36,13 +36,14 @@ SPELLED = tuple(all_pointwise_calls())  # every function of one logit, however i
 # Tables and their weights: what is made of a tensor with classes, and has classes too.
 STEPS = {
     **{steps.POINTWISE: 28, steps.OPERANDS: 30, steps.SCANS: 16, steps.ORDERED_SCANS: 8},
-    **{steps.PAIRS: 12, steps.IN_PLACE: 8, steps.MIXING: 1, SPELLED: 6},
+    **{steps.PAIRS: 12, steps.IN_PLACE: 8, steps.MIXING: 1, SPELLED: 6, columns.STEPS: 8},
 }
 REDUCTIONS = {
     **{reductions.REDUCTIONS: 22, reductions.SUMS: 14, reductions.ELEMENTS: 5},
     **{reductions.FUNCTIONS: 16, reductions.PICKS: 14, reductions.LOSSES: 14},
     **{reductions.ORDERED: 14, reductions.PAIR_REDUCTIONS: 14},
     **{reductions.WHOLE: 4, reductions.COINCIDING: 4},
+    **{columns.REDUCTIONS: 20, columns.ORDERED: 4},
 }
 ORDERED = (steps.ORDERED_SCANS, reductions.ORDERED)
 
@@ -71,8 +72,8 @@ class Writer:
             self.env[name] = made.requires_grad_(name in self.trained)
         self.statements: list[str] = []
         self.classes: dict[str, Classes] = {}
-        self.tensors = Tensors(rng, sizes, self.env, self.classes)
         self.rows: list[str] = []
+        self.tensors = Tensors(rng, sizes, self.env, self.classes, self.rows)
         self.linear = rng.random() < 0.5
         self.count = 0
 
@@ -237,6 +238,8 @@ class Writer:
             (table,) = self.rng.choices(list(tables), list(tables.values()))
             z = self.tensors.some()
             if table is reductions.ORDERED and not self.tensors.distinct(z):
+                continue
+            if table is columns.ORDERED and not self.tensors.distinct(z, of_columns=True):
                 continue
             template, number = self.rng.choice(table), self._name("")
             text = self.tensors.filled(template.replace("%", number), z)

@@ -106,6 +106,13 @@ ROWS = (
         "z = similarities(x, weight); t = (labels[:, None] % 5 == labels % 5).float(); "
         "-(t / t.sum(1, True) * z.log_softmax(1)).sum(1).mean() - (t / t.sum(0, True) * z.log_softmax(0)).sum(0).mean()",
         REGION, sizes=PAIRS, of="SupCon", ways=("bf16", "chunks")),
+    Row("entries of columns whose rows are a product of two sizes",
+        "z = F.linear(x.view(N, D), weight); y = z.masked_fill(mask.flatten()[:, None], -9.0); "
+        "(y.gather(0, torch.full((1, V), 3)).detach(), F.cross_entropy(z, labels))",
+        REGION, ways=("dynamic",)),
+    Row("the largest of each class, rows of two sizes that vary",
+        "F.linear(x.view(*tokens.shape, D), weight).amax((0, 1)).square().sum()",
+        NOTHING, left="mm, eq", dynamo={"assume_static_by_default": False}),
     Row("the gradient of a column's maximum", "F.cross_entropy(z, labels) + z.amax(0).mean()",
         NOTHING, reason=messages.ALONG_ROWS),
     Row("logits that are the largest of their column",
