@@ -33,7 +33,7 @@ from fxpass.region.text import Input, graph_of, is_on_ranks, lines_of, results_o
 
 _HEAD = re.compile(
     r"rows rows=([0-9,]*) sums=([0-9,]*) wide=([0-9,]*) memory_mb=([0-9]+) compiled=([01])"
-    r"( accumulate=float32)?( merge=([0-9:,a-z]*))?"
+    r"( accumulate=float32)?( merge=([0-9]+:[a-z]+(?:,[0-9]+:[a-z]+)*))?"
 )
 
 
@@ -108,8 +108,8 @@ def _parse(text: str) -> Loop:
     if not (match := _HEAD.fullmatch(head)):
         raise ValueError(f"{head[:200]!r} does not say which inputs have rows")
     rows, sums, unrounded = (tuple(int(i) for i in match[k].split(",") if i) for k in (1, 2, 3))
-    named = [pair.partition(":") for pair in (match[8] or "").split(",") if pair]
-    merges = tuple((int(i or -1), name) for i, _, name in named)
+    named = [pair.split(":") for pair in (match[8] or "").split(",") if pair]
+    merges = tuple((int(i), name) for i, name in named)
     loop = Loop(
         rows,
         sums,
@@ -125,10 +125,12 @@ def _parse(text: str) -> Loop:
         ("rows", rows, range(len(loop.inputs))),
         ("sums", sums, range(count)),
         ("wide", unrounded, range(count)),
-        ("merge", tuple(i for i, name in merges if name in MERGES), range(count)),
+        ("merge", tuple(i for i, _ in merges), sorted({*range(count)} - {*sums})),
     ):
         if list(numbers) != sorted(set(numbers) & set(allowed)):
             raise ValueError(f"{name}={numbers} is not ascending or not of {list(allowed)}")
+    if unknown := [name for _, name in merges if name not in MERGES]:
+        raise ValueError(f"{unknown[0]} is none of the merges {', '.join(MERGES)}")
     if not rows:
         raise ValueError("no input has rows")
     return loop

@@ -26,7 +26,7 @@ from fxpass import messages
 from fxpass.rows.aten_calls import A, P, call_arguments, fill_value
 from fxpass.rows.columns import exponentials
 from fxpass.rows.rules import NodePlan, Rules, rule
-from fxpass.rows.sizes import example, guard_equal, is_one, is_tensor_node, packet, shape
+from fxpass.rows.sizes import example, guard_equal, is_one, is_tensor_node, keys, packet, shape
 from fxpass.rows.tags import Stop, Tag
 
 _EXTREMES = {A.max: (A.amax, A.argmax), A.min: (A.amin, A.argmin)}
@@ -44,9 +44,9 @@ def spell_sums(graph: Graph) -> None:
             if not is_tensor_node(factor) or getattr(one_hot, "target", None) != A.scatter.value:
                 continue
             base, dim, index, value = one_hot.args
-            dim -= len(shape(node)) if dim >= 0 else 0
-            narrow = (is_one(shape(n)[dim]) for n in (index, factor) if len(shape(n)) >= -dim)
-            if fill_value(base) == 0 and dims[0] in (dim, dim + len(shape(node))) and all(narrow):
+            same = keys(shape(index)) == keys(shape(factor)) == keys(shape(node))
+            same &= example(factor).dtype == example(node).dtype
+            if fill_value(base) == 0 and same and (dims[0] - dim) % len(shape(node)) == 0:
                 node.target = A.mul.Tensor
                 node.args = (factor, value)
                 break
@@ -155,11 +155,11 @@ def _spell_gather(add: _Inserter, node: Node, dim: int, _: bool) -> bool:
     """One entry of each column, of the operand that has the rows, or as a sum."""
     source: Any = node.args[0]
     index: Any = node.args[2]
-    if not is_one(shape(index)[dim]) or len(shape(index)) != len(shape(source)):
+    if not _is_one_each(index, source, dim):
         return False
     operand = _operand_with_rows(add.rules, source, dim)
     if operand is None:
-        are_rows = _are_rows(add, index, dim)
+        are_rows = _are_rows(add, _checked(add, index, dim), dim)
         chosen = add.call(A.where.self, example(source), are_rows, source, add.number(0, source))
         return add.become(A.sum.dim_IntList, chosen, [dim], True)
     entries = add.call(
@@ -167,6 +167,12 @@ def _spell_gather(add: _Inserter, node: Node, dim: int, _: bool) -> bool:
     )
     args = (entries if arg is operand else arg for arg in source.args)
     return add.become(source.target, *args, **source.kwargs)
+
+
+def _is_one_each(index: Node, source: Node, dim: int) -> bool:
+    """Tells if an index has one entry for each column of the source."""
+    wanted = [1 if d == dim else size for d, size in enumerate(shape(source))]
+    return len(shape(index)) == len(wanted) and all(map(guard_equal, shape(index), wanted))
 
 
 def _operand_with_rows(rules: Rules, node: Node, dim: int) -> Node | None:
@@ -188,7 +194,9 @@ def _spell_scatter(add: _Inserter, node: Node, dim: int, _: bool) -> bool:
     base: Any = node.args[0]
     index: Any = node.args[2]
     value: Any = node.args[3]
-    if not is_one(shape(index)[dim]) or len(shape(index)) != len(shape(base)):
+    if not _is_one_each(index, base, dim) or len(node.args) != 4 or node.kwargs:
+        return False
+    if is_tensor_node(value) and keys(shape(value)) != keys(shape(index)):
         return False
     value = value if isinstance(value, Node) else add.number(value, base)
     are_rows = _are_rows(add, index, dim)
@@ -200,12 +208,30 @@ def _spell_scatter(add: _Inserter, node: Node, dim: int, _: bool) -> bool:
 
 def _are_rows(add: _Inserter, index: Node, dim: int) -> Node:
     """The mask of the entries of the node's first argument whose rows are those of an index."""
+    source: Any = add.node.args[0]
+    mask = example(source).new_empty(shape(source), dtype=torch.bool)
+    return add.call(A.eq.Tensor, mask, _column_of_rows(add, dim), index)
+
+
+def _checked(add: _Inserter, index: Node, dim: int) -> Node:
+    """An index, gathered from the numbers of rows: as in eager, others are an error."""
+    shown = [-1 if d == dim else size for d, size in enumerate(shape(index))]
+    sizes: list[Any] = list(shown)
+    for d, size in enumerate(shown):
+        if not isinstance(size, int):
+            sizes[d] = add.call(A.sym_size.int, size, index, d)
+    rows = _column_of_rows(add, dim)
+    every = add.call(A.expand.default, example(rows).expand(shown), rows, sizes)
+    return add.call(A.gather.default, example(index), every, dim, index)
+
+
+def _column_of_rows(add: _Inserter, dim: int) -> Node:
+    """The numbers of rows, before dimensions of one element."""
     rows = _row_numbers(add, dim)
     source: Any = add.node.args[0]
     for _ in range(dim + 1, len(shape(source))):
         rows = add.call(A.unsqueeze.default, example(rows).unsqueeze(-1), rows, -1)
-    mask = example(source).new_empty(shape(source), dtype=torch.bool)
-    return add.call(A.eq.Tensor, mask, rows, index)
+    return rows
 
 
 def _row_numbers(add: _Inserter, dim: int) -> Node:

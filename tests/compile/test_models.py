@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -37,10 +40,30 @@ MODELS = {
 }
 
 
+TEXT = {
+    **{
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    **{"vocab_size": 97, "max_position_embeddings": 16},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+TOWERS = {"text_config": TEXT, "vision_config": {**TEXT, "image_size": 8, "patch_size": 4}}
+PAIRS = {
+    "CLIPModel": {**TOWERS, "projection_dim": 24},
+    "SiglipModel": {**TOWERS, "text_config": {**TEXT, "projection_size": 32}},
+}
+
+
 def build(name: str) -> torch.nn.Module:
     kind = getattr(transformers, name)
     torch.manual_seed(0)
-    return kind(kind.config_class(**MODELS[name]))
+    model = kind(kind.config_class(**(MODELS | PAIRS)[name]))
+    for parameter, tensor in model.named_parameters():
+        tensor.requires_grad_(not parameter.endswith("k_proj.bias"))  # whose gradient is 0
+    return model
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -50,9 +73,15 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def pairs(count: int = 41) -> dict[str, Any]:
+    ids = torch.randint(3, 97, (count, 7))
+    ids[:, -1] = 2
+    return {"input_ids": ids, "pixel_values": torch.randn(count, 3, 8, 8), "return_loss": True}
+
+
 def step_of(model):
-    def step(input_ids, labels):
-        return model(input_ids=input_ids, labels=labels).loss
+    def step(**inputs):
+        return model(**inputs).loss
 
     return step
 
@@ -60,10 +89,10 @@ def step_of(model):
 def run(model, step, inputs, autocast: bool) -> list[torch.Tensor]:
     """The loss and every parameter's gradient."""
     model.zero_grad()
-    with torch.autocast(inputs["labels"].device.type, torch.bfloat16, enabled=autocast):
+    with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
         loss = step(**inputs)
     loss.backward()
-    grads = [p.grad for p in model.parameters()]
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(g is not None for g in grads)
     return [loss.detach(), *(g.clone() for g in grads)]
 
@@ -89,6 +118,32 @@ def test_loss_and_gradients(name):
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "GPT2LMHeadModel"])
 def test_under_autocast(name):
     check(name, autocast=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_texts_and_images(name, autocast, tmp_path):
+    """The loss is of the logits of all pairs, which are computed when they are read."""
+    model, inputs = build(name), pairs()
+    eager = run(model, step_of(model), inputs, autocast)
+    compiled, logits = copy.deepcopy(model), []
+    options = {"fusedce.inner": "aot_eager", "fusedce.dump": str(tmp_path)}
+    compiled.compile(backend="fusedce", options=options)
+    compiled.register_forward_hook(lambda _, __, found: logits.append(found.logits_per_image))
+    fused = run(compiled, step_of(compiled), inputs, autocast)
+    losses = 2 if name == "CLIPModel" else 1
+    assert counters["fusedce"] == {"matched": losses, "rejected": 0, "casts": 0}
+    [after] = tmp_path.glob("*after*")
+    joint = after.read_text().split("\n\n")[-1]
+    assert "fxpass.rows" in joint
+    assert "[41, 41]" not in joint
+    model.double()
+    wide = inputs | {"pixel_values": inputs["pixel_values"].double()}
+    exact = run(model, step_of(model), wide, autocast=False)
+    exact.append(model(**wide).logits_per_image)
+    assert_close(
+        [*fused, *logits], [*eager, exact[-1]], exact, torch.bfloat16 if autocast else torch.float32
+    )
 
 
 @pytest.mark.usefixtures("implementation")

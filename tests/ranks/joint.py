@@ -159,6 +159,12 @@ def of_top_p(z: Tensor, t: Tensor) -> Tensor:
     return mean(left, t)
 
 
+def both_directions(z: Tensor, t: Tensor) -> Tensor:
+    """Beside the loss of rows, one of columns, which need all chunks of rows."""
+    own = torch.arange(z.shape[-1], device=z.device) * 7 % t.numel()
+    return mean(z, t) + F.cross_entropy(z.flatten(0, 1).t(), own)
+
+
 WHOLE = {
     "loss_parallel": of_heads(mean, SHARDED),
     "loss_parallel, per row": of_heads(heads.of_rows, SHARDED),
@@ -190,6 +196,8 @@ WHOLE = {
     "thresholds": of_heads(thresholds),
     "divergence": of_heads(jensen_shannon),
     "top-p": of_heads(of_top_p),
+    "both directions": of_heads(both_directions, calls=2),
+    "both directions, bf16": of_heads(both_directions, autocast=True, compiled=True, calls=2),
 }
 
 

@@ -7,17 +7,32 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
 )
+from torch.distributed.tensor.parallel import loss_parallel
 
-from tests.ranks.case import Case, Found, Rank, Values, as_eager, as_in_one_process, values_of
+from fxpass import messages
+from tests.ranks.case import (
+    Case,
+    Found,
+    Rank,
+    Values,
+    as_eager,
+    as_in_one_process,
+    same,
+    values_of,
+)
 from tests.ranks.heads import UNEVEN, Loss, Model, alone, data, mean
 from tests.support.numerics import FLOOR, error
 
@@ -252,8 +267,86 @@ PARTS = {
     "largest class": of_part(lambda z: z.full_tensor().argmax(-1), 1, sharded=True),
 }  # fmt: skip
 
+# ---------------------------------------------------------------- pairs, in both directions
+
+SQUARE = (12, 8, 12)
+
+
+def both(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z, t) + F.cross_entropy(z.t(), t)
+
+
+def of_pairs(of: Callable[..., Any], rows: Any, columns: Any, left: str = "") -> Case:
+    """Both operands are DTensors; ``of`` is given the logits, the labels and those of the rank."""
+
+    def step(here: Rank) -> Values:
+        mesh = here.mesh()
+        x, w, _, t = here.move(operands(*SQUARE))
+        x = distribute_tensor(x, mesh, [rows]).detach().requires_grad_()
+        w = distribute_tensor(w, mesh, [columns]).detach().requires_grad_()
+        own = t.chunk(here.world)[here.rank]
+        with loss_parallel():
+            loss = here.compile(lambda x, w: of(F.linear(x, w), t, own))(x, w)
+            here.backward(loss)
+        return {"loss": loss, "x": x.grad, "w": w.grad}  # type: ignore[dict-item]
+
+    facts = {"matched": 0 if left else 2, "rejected": 2 if left else 0}
+    return Case(step=step, alone=of_both, facts=facts, says=(left,))
+
+
+def columns_of_ranks(z: Any, t: Tensor, own: Tensor) -> Tensor:
+    """Of rows all ranks have a part; of columns, each has some."""
+    columns = F.cross_entropy(z.to_local().t(), own, reduction="sum") / len(t)
+    columns = DTensor.from_local(columns, z.device_mesh, [Partial()])
+    return (F.cross_entropy(z, replicated(t, z.device_mesh)) + columns).full_tensor()
+
+
+def of_both(dtype: torch.dtype) -> Values:
+    x, w, _, t = operands(*SQUARE)
+    x, w = (leaf.to(dtype).requires_grad_() for leaf in (x, w))
+    loss = both(F.linear(x, w), t)
+    loss.backward()
+    return {"loss": loss.detach(), "x": x.grad, "w": w.grad}  # type: ignore[dict-item]
+
+
+def of_gathered(gather: Callable[[Tensor], Tensor], outside: bool = False) -> Case:
+    """As in open_clip: each rank has all pairs, and a part of the gradients of all losses.
+
+    Args:
+        outside: whether features are gathered before the compiled function.
+    """
+
+    def step(here: Rank) -> Values:
+        x, w, _, t = here.move(operands(*SQUARE))
+        given = [o.chunk(here.world)[here.rank].clone().requires_grad_() for o in (x, w)]
+        late = (lambda x: x) if outside else gather
+        run = here.compile(lambda x, w: both(F.linear(late(x), late(w)), t))
+        loss = run(*map(gather, given)) if outside else run(*given)
+        here.backward(loss)
+        return {"loss": loss, **{n: o.grad / here.world for n, o in zip("xw", given, strict=True)}}  # type: ignore[operator]
+
+    def join(name: str, parts: list[Tensor]) -> Tensor:
+        return same(name, parts) if name == "loss" else torch.cat(parts)
+
+    return Case(step=step, alone=of_both, facts={"matched": 2, "rejected": 0}, join=join)
+
+
+PAIRS = {
+    "gathered": of_pairs(lambda z, t, _: both(z.full_tensor(), t), Replicate(), Shard(0)),
+    "columns of ranks": of_pairs(columns_of_ranks, Replicate(), Shard(0)),
+    "rows gathered": of_pairs(
+        lambda z, t, _: both(z.full_tensor(), t), Shard(0), Replicate(),
+        left=messages.COLLECTIVE_ENTRIES,
+    ),
+    "gathered features": of_gathered(
+        lambda x: funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    ),
+    "features gathered outside": of_gathered(lambda x: torch.cat(all_gather(x)), outside=True),
+}  # fmt: skip
+
 CASES = {
     **{f"rows, {name}": row for name, row in ROWS.items()},
     **PROGRAMS,
+    **{f"pairs, {name}": row for name, row in PAIRS.items()},
     **{f"part, {name}": row for name, row in PARTS.items()},
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxpass import messages
 from tests.programs.operands import Sizes
-from tests.programs.row import BOTH, NOTHING, REGION, Row
+from tests.programs.row import BOTH, NOTHING, RAISES, REGION, Row
 
 KIND = "columns"
 PAIRS = Sizes(b=2, t=24, d=16, v=48)  # as many texts as images
@@ -113,6 +113,20 @@ ROWS = (
     Row("the largest of each class, rows of two sizes that vary",
         "F.linear(x.view(*tokens.shape, D), weight).amax((0, 1)).square().sum()",
         NOTHING, left="mm, eq", dynamo={"assume_static_by_default": False}),
+    Row("one-hot values of some rows",
+        "some = torch.zeros(N, V).scatter(1, labels[:9, None], -1.0); "
+        "(some * z.logsumexp(1)[:, None]).sum(1, True).square().sum() + z.logsumexp(0).mean()",
+        REGION, left="full, scatter", ways=("chunks",)),
+    Row("an entry of one column, replaced and added",
+        "z = z.log_softmax(0).scatter(0, labels[:1, None] % N, 7.0); "
+        "z.scatter_add(0, labels[1:2, None] % N, torch.full((1, 1), 5.0)).square().sum() + z.logsumexp(1).sum()",
+        NOTHING, messages.SOFTMAX_ALONG_ROWS),
+    Row("an entry of each column, multiplied",
+        "p = z.detach().log_softmax(0).scatter(0, labels[:1].expand(1, V) % N, 2.0, reduce='multiply'); "
+        "p.square().sum() + F.cross_entropy(z, labels) + z.logsumexp(0).sum()",
+        NOTHING, messages.ALONG_ROWS),
+    Row("labels of columns that are no rows", "F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels[:1].expand(V))",
+        RAISES, ways=("inductor",)),
     Row("the gradient of a column's maximum", "F.cross_entropy(z, labels) + z.amax(0).mean()",
         NOTHING, reason=messages.ALONG_ROWS),
     Row("logits that are the largest of their column",

@@ -34,6 +34,14 @@ def test_a_round_trip():
     assert loop.inputs == (Input(torch.float32, ("n", 97)), Input(torch.int64, ("n",)))
 
 
+def test_a_round_trip_of_merges():
+    lines = "%2 = aten.amax.default(%0, [0])", "%3 = aten.any.dims(%0, [0])"
+    for head in (HEAD, HEAD + " accumulate=float32"):
+        written = text(*lines, head=head + " merge=0:amax,2:any", last="return %2, %1, %3")
+        assert Loop.parse(written).text() == written
+        assert Loop.parse(written).merges == ((0, "amax"), (2, "any"))
+
+
 def test_a_round_trip_of_collectives():
     """An interpreter may run them on one rank."""
     lines = (
@@ -104,6 +112,15 @@ HEADS = {
     HEAD.replace("wide=", "wide=0,0"): "is not ascending or not of",
     HEAD.replace("compiled=1", "compiled=2"): "does not say which inputs have rows",
     HEAD.replace("sums= ", ""): "does not say which inputs have rows",
+    HEAD + " merge=1:amax": "is not ascending or not of",
+    HEAD + " merge=0:amax,0:amin": "is not ascending or not of",
+    HEAD.replace("sums=", "sums=0") + " merge=0:amax": "is not ascending or not of",
+    HEAD + " merge=0:median": "median is none of the merges amax, amin",
+    HEAD + " merge=amax": "does not say which inputs have rows",
+    HEAD + " merge=0:": "does not say which inputs have rows",
+    HEAD + " merge=0:amax:1": "does not say which inputs have rows",
+    HEAD + " merge=0:amax,": "does not say which inputs have rows",
+    HEAD + " merge=": "does not say which inputs have rows",
     HEAD + " more=1": "does not say which inputs have rows",
     "": "does not say which inputs have rows",
 }

@@ -97,7 +97,7 @@ def test_an_index_of_logits_that_are_read_elsewhere():
 
 
 @pytest.mark.parametrize(
-    "text", ["z.softmax(0).softmax(-1).amax(-1)", "(z - z.cumsum(0)).logsumexp(-1)"]
+    "text", ["s.softmax(1).softmax(-1).amax(-1)", "(z - z.cumsum(0)).logsumexp(-1)"]
 )
 def test_what_mixes_rows_is_left_as_it_is(text):
     found = captured(Row("mixed", text), "eager")
