@@ -170,9 +170,9 @@ def _spell_gather(add: _Inserter, node: Node, dim: int, _: bool) -> bool:
 
 
 def _is_one_each(index: Node, source: Node, dim: int) -> bool:
-    """Tells if an index has one entry for each column of the source."""
+    """Tells if an index has one entry for each column of the source, a matrix."""
     wanted = [1 if d == dim else size for d, size in enumerate(shape(source))]
-    return len(shape(index)) == len(wanted) and all(map(guard_equal, shape(index), wanted))
+    return len(shape(index)) == len(wanted) == 2 and all(map(guard_equal, shape(index), wanted))
 
 
 def _operand_with_rows(rules: Rules, node: Node, dim: int) -> Node | None:
@@ -215,14 +215,9 @@ def _are_rows(add: _Inserter, index: Node, dim: int) -> Node:
 
 def _checked(add: _Inserter, index: Node, dim: int) -> Node:
     """An index, gathered from the numbers of rows: as in eager, others are an error."""
-    shown = [-1 if d == dim else size for d, size in enumerate(shape(index))]
-    sizes: list[Any] = list(shown)
-    for d, size in enumerate(shown):
-        if not isinstance(size, int):
-            sizes[d] = add.call(A.sym_size.int, size, index, d)
-    rows = _column_of_rows(add, dim)
-    every = add.call(A.expand.default, example(rows).expand(shown), rows, sizes)
-    return add.call(A.gather.default, example(index), every, dim, index)
+    flat = add.call(A.squeeze.dim, example(index).squeeze(dim), index, dim)
+    checked = add.call(A.gather.default, example(flat), _row_numbers(add, dim), 0, flat)
+    return add.call(A.unsqueeze.default, example(index), checked, dim)
 
 
 def _column_of_rows(add: _Inserter, dim: int) -> Node:

@@ -124,7 +124,7 @@ ROWS = (
     Row("an entry of each column, multiplied",
         "p = z.detach().log_softmax(0).scatter(0, labels[:1].expand(1, V) % N, 2.0, reduce='multiply'); "
         "p.square().sum() + F.cross_entropy(z, labels) + z.logsumexp(0).sum()",
-        NOTHING, messages.ALONG_ROWS),
+        NOTHING, "along rows"),
     Row("labels of columns that are no rows", "F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels[:1].expand(V))",
         RAISES, ways=("inductor",)),
     Row("the gradient of a column's maximum", "F.cross_entropy(z, labels) + z.amax(0).mean()",
